@@ -194,8 +194,9 @@ class InferenceConfig(BaseConfig):
     max_batch_size: int = Field(default=256, ge=1)
     """Maximum number of concurrently running requests; further ones are queued."""
 
-    max_num_batched_tokens: int = Field(default=2048, ge=16)
-    """Maximum prompt tokens per forward pass; longer prompts are prefilled in chunks."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=16)
+    """Maximum prompt tokens per forward pass; longer prompts are prefilled in chunks. None: 2048, with FlashAttention
+    on a GPU 8192."""
 
     max_lora_rank: int | None = Field(default=None, ge=1)
     """Maximum LoRA rank. Unset: unlimited; with vLLM, which preallocates memory for adapters, LoRA is disabled.
@@ -324,8 +325,7 @@ def check_sglang_options(config: InferenceConfig) -> None:
         "parallel.tp": config.parallel.tp != 1,
         "parallel.dp": config.parallel.dp != 1,
         "enforce_eager": config.enforce_eager,
-        "max_num_batched_tokens": config.max_num_batched_tokens
-        != InferenceConfig.model_fields["max_num_batched_tokens"].default,
+        "max_num_batched_tokens": config.max_num_batched_tokens is not None,
         **{f"cache.{name}": True for name in config.cache.model_dump(exclude_defaults=True)},
         **{f"vllm.{name}": True for name in config.vllm},
     }

@@ -1,14 +1,15 @@
 """Attention over the KV cache: what a forward pass reads (`AttentionMetadata`), and its backends.
 
-`GatheredAttention` computes chunks of prompts. A decode step, one token per sequence, is computed by a `DecodeBackend`:
-a CUDA graph, the fused CPU kernel, or torch operations (`DecodeAttention`). All share the trainer's masks
-(`causal_mask`, `add_mask`) and grouping of query heads (`fold_groups`).
+`GatheredAttention` computes chunks of prompts, on a GPU `FlashPrefill`. A decode step, one token per sequence, is
+computed by a `DecodeBackend`: a CUDA graph, the fused CPU kernel, or torch operations (`DecodeAttention`). All share
+the trainer's masks (`causal_mask`, `add_mask`) and grouping of query heads (`fold_groups`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +21,18 @@ from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, TokenRows, coun
 from prime_rl.trainer.models.attention import (
     add_mask,
     causal_mask,
+    flash_attention,
     fold_groups,
+    has_flash,
     masked_attention,
     runs_kernel,
     softmax,
     take,
     unfold_groups,
 )
+from prime_rl.trainer.models.decoder_config import DecoderConfig
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels.select import gpu_kernels
 from rollouts.training.numerics import min_query_rows, padded
 
 
@@ -105,6 +110,11 @@ class AttentionMetadata:
     def num_keys(self) -> int:
         """Number of keys that the longest sequence reads."""
         return int((self.starts + self.lengths).max())
+
+    @property
+    def next_boundary(self) -> int:
+        """The longest position when a row, all of which move by one position per step, reaches its next block."""
+        return int(self.starts.max()) + BLOCK - int((self.starts % BLOCK).max())
 
     @property
     def num_shared_blocks(self) -> int:
@@ -339,3 +349,63 @@ class GatheredAttention:
             pages = self.tables[j].clamp(max=block.shape[0] - 1)
             parts.append(block[:, :, :width].index_select(0, pages))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+class FlashPrefill:
+    """`GatheredAttention` with the trainer's FlashAttention, in fast mode on a GPU; `kernels` copy keys and values."""
+
+    def __init__(self, cache: KVCache, metadata: AttentionMetadata, kernels: Any) -> None:
+        self._kernels, device = kernels, cache.blocks[0].device
+        starts, lengths, tables = metadata.starts, metadata.lengths, metadata.block_tables
+        chunk, positions = list_positions(starts, lengths)
+        places = np.stack((positions // BLOCK, tables[positions // BLOCK, chunk], positions % BLOCK))
+        if metadata.first_written is not None:
+            places[0, positions < metadata.first_written[chunk]] = -1
+        self.positions: Int[Tensor, " tokens"] = torch.from_numpy(positions).to(device)
+        self._places = torch.from_numpy(places).to(device)
+        self._addresses = cache.addresses().to(device)
+        self._ends, self._longest = list_ends(lengths, device), int(lengths.max())
+        self._keys: Int[Tensor, "3 keys"] | None = None  # None: chunks without earlier tokens
+        if starts.any():
+            chunk, positions = list_positions(np.zeros_like(starts), starts + lengths)
+            keys = np.stack((positions // BLOCK, tables[positions // BLOCK, chunk], positions % BLOCK))
+            self._keys = torch.from_numpy(keys).to(device)
+            self._key_ends, self._longest_key = list_ends(starts + lengths, device), metadata.num_keys
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Tensor, "tokens heads dim"],
+        k: Float[Tensor, "tokens kv_heads dim"],
+        v: Float[Tensor, "tokens kv_heads dim"],
+        window: int | None = None,
+    ) -> Float[Tensor, "tokens heads dim"]:
+        addresses = self._addresses[layer]
+        self._kernels.store_pages(k, v, addresses, self._places, BLOCK)
+        if self._keys is None:
+            return flash_attention(q, k, v, self._ends, self._longest, window)
+        shape = (self._keys.shape[1], *k.shape[1:])
+        k, v = k.new_empty(shape), v.new_empty(shape)
+        self._kernels.load_pages(k, v, addresses, self._keys, BLOCK)
+        return flash_attention(q, k, v, self._ends, self._longest, window, self._key_ends, self._longest_key)
+
+
+def list_positions(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Chunk and position of every token of the concatenated chunks."""
+    chunk = np.arange(len(lengths)).repeat(lengths)
+    return chunk, np.arange(len(chunk)) + (starts - lengths.cumsum() + lengths)[chunk]
+
+
+def list_ends(lengths: NDArray[np.int64], device: torch.device) -> Int[Tensor, " chunks_and_one"]:
+    """Where chunks begin and end when they are concatenated, as FlashAttention takes it."""
+    return torch.from_numpy(np.concatenate(([0], lengths.cumsum())).astype(np.int32)).to(device)
+
+
+def find_prefill_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The module `rollouts.kernels.gpu`, if `FlashPrefill` supports this model, cache and device; else None."""
+    if dtype != torch.bfloat16 or not has_flash(device):
+        return None
+    kernels, kv_heads, dim = gpu_kernels(), config.num_key_value_heads, config.head_dim
+    return kernels if kernels is not None and kernels.supports_decode(kv_heads, kv_heads, dim, BLOCK) else None

@@ -1,9 +1,9 @@
 """Block managers: which pages of the cache a sequence has, and the prefixes that sequences share.
 
 `PagedBlocks` shares pages between sequences, which needs a kernel that reads scattered pages in place: the fused
-decode step of a CPU. Torch operations and CUDA graphs would have to gather all keys of a batch in every layer and step,
-which doubles the traffic of the largest reads. For them, `SlotBlocks` keeps the pages of a batch contiguous: page
-i of every block is that of the sequence in slot i.
+decode step of a CPU, or that of `rollouts.kernels.gpu` in a CUDA graph. Torch operations would have to gather all keys
+of a batch in every layer and step, which doubles the traffic of the largest reads. For them, `SlotBlocks` keeps the
+pages of a batch contiguous: page i of every block is that of the sequence in slot i.
 """
 
 from __future__ import annotations

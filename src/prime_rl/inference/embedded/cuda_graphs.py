@@ -1,9 +1,9 @@
 """Decode steps of fixed shape, captured as CUDA graphs: a replay is one launch instead of about a thousand.
 
 A captured step works on static memory: it reads tokens, positions, weights and the cache, and writes logits and the
-new keys and values. These are copied to the cache afterwards, for real rows only, so padding rows have no effect. A
-step has no device-to-host synchronization, and all shapes follow from (rows, blocks). A shape is captured after a few
-uses, and recaptured when its memory has moved.
+new keys and values, of real rows only, so padding rows have no effect: with the kernel of `rollouts.kernels.gpu` to the
+cache, without it to a buffer that is copied to the cache afterwards. A step has no device-to-host synchronization, and
+all shapes follow from (rows, blocks). A shape is captured after a few uses, and recaptured when its memory has moved.
 
 Fast mode only: padded shapes may select kernels that differ in the last bits.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_rl.inference.embedded.attention import AttentionMetadata, DecodeBackend, KVView, decode_queries
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_blocks
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
-from prime_rl.trainer.models.attention import add_mask, causal_mask, softmax
+from prime_rl.trainer.models.attention import AttentionBackend, add_mask, causal_mask, softmax
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from rollouts.kernels.select import gpu_kernels
 from rollouts.training.numerics import KEY_MULTIPLE
 
 Step = Callable[[], Tensor]
@@ -35,13 +37,10 @@ MAX_GRAPHS = 64
 """Maximum number of graphs, evicted oldest first; each takes some megabytes of GPU memory."""
 
 MAX_BLOCKS = 32
-"""Longer sequences (4096 keys) are decoded eagerly: reading their keys takes longer than launching kernels."""
+"""Without kernels longer sequences (4096 keys) are decoded eagerly: a step reads the keys of the longest for each."""
 
 MAX_SHARED = 1024
-"""Batches that share more key blocks than this are decoded eagerly too, since a captured step reads each row's own.
-
-Estimated, not measured: reading a block (128 keys, 8 heads of 128, bf16) takes .16 us of an H100 per layer, launching
-a layer's kernels some 150."""
+"""Without kernels batches that share more key blocks than this are decoded eagerly, which reads these once."""
 
 
 class GraphCapturer(Protocol):
@@ -91,6 +90,14 @@ def build_recorder(device: torch.device, *, exact: bool, eager: bool) -> GraphCa
     return CudaRecorder(device) if device.type == "cuda" and not exact and not eager else None
 
 
+def find_decode_kernels(config: DecoderConfig, device: torch.device) -> Any:
+    """The module `rollouts.kernels.gpu`, if the device has it and it supports the heads; None for torch operations."""
+    kernels = gpu_kernels() if device.type == "cuda" else None
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    takes = kernels is not None and kernels.supports_decode(heads, kv_heads, config.head_dim, BLOCK)
+    return kernels if takes else None
+
+
 def round_up(num: int) -> int:
     """The next power of two."""
     return 1 << (num - 1).bit_length()
@@ -99,34 +106,56 @@ def round_up(num: int) -> int:
 class Buffers:
     """Static input and output buffers shared by the steps of all shapes."""
 
-    def __init__(self, decoder: PreparedDecoder, cache: KVCache) -> None:
+    def __init__(self, decoder: PreparedDecoder, cache: KVCache, max_length: int) -> None:
         config, weight = decoder.model.config, decoder.model.embedding()
         rows = round_up(max(cache.max_slots, decoder.min_rows))
         self.tokens: Int[Tensor, " rows"] = torch.zeros(rows, dtype=torch.long, device=weight.device)
         self.positions: Int[Tensor, " rows"] = torch.zeros_like(self.tokens)
         shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim)
-        self.new: Float[Tensor, "2 layers rows kv_heads dim"] = weight.new_zeros(shape, dtype=decoder.dtype)
-        self.logits: Float[Tensor, "rows vocab"] = weight.new_zeros(rows, config.vocab_size)
+        self.logits: Float[Tensor, "rows vocab"] = weight.new_zeros(rows, config.vocab_size, dtype=decoder.logits_dtype)
+        self.kernels = find_decode_kernels(config, weight.device)
+        if self.kernels is None:
+            self.new: Float[Tensor, "2 layers rows kv_heads dim"] = weight.new_zeros(shape, dtype=decoder.dtype)
+            return
+        most = round_up(num_blocks(max_length))
+        self.addresses: Int[Tensor, "layers 2 blocks"] = self.tokens.new_zeros(config.num_hidden_layers, 2, most)
+        self.tables: Int[Tensor, "blocks rows"] = self.tokens.new_zeros(most, rows, dtype=torch.int32)
+        self._generation = -1
+
+    def update(self, cache: KVCache, metadata: AttentionMetadata) -> None:
+        """Copy what kernels read: the pages of the rows, and the addresses of the cache if its memory has moved."""
+        num, rows = metadata.block_tables.shape
+        self.tables[:num, :rows].copy_(torch.from_numpy(metadata.block_tables))
+        if self._generation != cache.generation:
+            found = cache.addresses()
+            self.addresses[:, :, : found.shape[2]].copy_(found)
+            self._generation = cache.generation
 
 
 class CapturedStep:
     """A decode step of one shape: one token for each of the first `rows` slots, with keys in `num_blocks` blocks.
 
-    Valid while weights and cache stay at the addresses in `memory`.
+    Valid while weights and cache stay at the addresses in `memory`; kernels read those of the cache in each step.
     """
 
     def __init__(
         self, decoder: PreparedDecoder, cache: KVCache, buffers: Buffers, rows: int, num_blocks: int, max_length: int
     ) -> None:
         self._decoder, self._max_length = decoder, max_length
-        self.memory = find_memory(decoder, cache, num_blocks, max_length)
+        config = decoder.model.config
         self.replay: Step | None = None
         self._uses = 0
         self._tokens, self._positions = buffers.tokens[:rows], buffers.positions[:rows]
-        self._new, self._logits, self._width = buffers.new[:, :, :rows], buffers.logits[:rows], num_blocks * BLOCK
+        self._logits, self._width = buffers.logits[:rows], num_blocks * BLOCK
+        self.kernels = buffers.kernels
+        if self.kernels is not None:
+            self.memory = find_memory(decoder, cache, 0, max_length)
+            self._addresses, self._tables = buffers.addresses[:, :, :num_blocks], buffers.tables[:num_blocks, :rows]
+            return
+        self.memory = find_memory(decoder, cache, num_blocks, max_length)
+        self._new = buffers.new[:, :, :rows]
         # Views, not copies: replays must see the current cache contents.
         used = [c[:, :, :rows].view(2, c.shape[1], -1, BLOCK, c.shape[5]) for c in cache.blocks[:num_blocks]]
-        config = decoder.model.config
         self._views = [
             [KVView(c[0, i].transpose(1, 2), c[1, i]) for c in used] for i in range(config.num_hidden_layers)
         ]
@@ -142,12 +171,27 @@ class CapturedStep:
         return capturer.warm_up(self) if self.replay is None else self.replay()
 
     def __call__(self) -> Float[Tensor, "rows vocab"]:
-        mask = causal_mask(self._positions - 1, self._width + KEY_MULTIPLE)
-        mask[:, self._width].zero_()  # the token's own key comes after the blocks
-        attend = partial(self._attend, mask[:, None, None])
+        attend: AttentionBackend = self._attend_by_kernel
+        if self.kernels is None:
+            mask = causal_mask(self._positions - 1, self._width + KEY_MULTIPLE)
+            mask[:, self._width].zero_()  # the token's own key comes after the blocks
+            attend = partial(self._attend, mask[:, None, None])
         out = self._decoder(self._tokens, self._positions, attend, self._max_length)
         # Copied to a shared buffer, so that graphs do not allocate their own.
         return self._logits.copy_(self._decoder.logits(out))
+
+    def _attend_by_kernel(
+        self,
+        layer: int,
+        q: Float[Tensor, "rows heads dim"],
+        k: Float[Tensor, "rows kv_heads dim"],
+        v: Float[Tensor, "rows kv_heads dim"],
+        window: int | None = None,
+    ) -> Float[Tensor, "rows heads dim"]:
+        """As `_attend`; reads the pages that a row has, and stores its own keys and values in the last one."""
+        assert window is None and self.kernels is not None
+        out: Tensor = self.kernels.attend_step(q, k, v, self._addresses[layer], self._tables, self._positions, BLOCK)
+        return out
 
     def _attend(
         self,
@@ -179,21 +223,28 @@ class GraphDecoder:
 
     def __init__(self, decoder: PreparedDecoder, cache: KVCache, recorder: GraphCapturer, max_length: int) -> None:
         self.decoder, self.cache, self.recorder = decoder, cache, recorder
-        self.buffers, self._max_length = Buffers(decoder, cache), max_length
+        self.buffers, self._max_length = Buffers(decoder, cache, max_length), max_length
         self.steps: dict[tuple[int, int], CapturedStep] = {}
 
     def build(self, metadata: AttentionMetadata, num: int) -> GraphDecode | None:
         """Select the graph of a batch without adapters, of which `num` rows are real; None for eager decoding.
 
-        Reserves cache for every row in every block, unless that takes more than three quarters of the cache.
+        Without kernels, for slots, it reserves cache for every row in every block, unless that takes more than three
+        quarters of the cache; kernels read and write the pages that the rows have.
         """
         rows, num_blocks = round_up(len(metadata.slots)), len(metadata.block_tables)
-        assert self.cache.max_tokens is not None
-        fits = num_blocks <= MAX_BLOCKS and rows * num_blocks * BLOCK <= self.cache.max_tokens * 3 // 4
-        fits = fits and metadata.num_shared_blocks <= MAX_SHARED
-        fits = fits and self.cache.reserve([rows] * num_blocks, num_blocks * BLOCK)
+        if self.buffers.kernels is not None:
+            num_blocks = round_up(num_blocks)
+            self.buffers.update(self.cache, metadata)
+            fits = True
+        else:
+            fits = self._reserve(rows, num_blocks, metadata.num_shared_blocks)
         weights, blocks = find_memory(self.decoder, self.cache, len(self.cache.blocks), self._max_length)
-        self.steps = {shape: step for shape, step in self.steps.items() if step.memory == (weights, blocks[: shape[1]])}
+        self.steps = {
+            shape: step
+            for shape, step in self.steps.items()
+            if step.memory == (weights, [] if self.buffers.kernels is not None else blocks[: shape[1]])
+        }
         if not fits:
             return None
         step = self.steps.get((rows, num_blocks))
@@ -203,6 +254,12 @@ class GraphDecoder:
             if len(self.steps) > MAX_GRAPHS:
                 del self.steps[next(iter(self.steps))]
         return GraphDecode(self, step, metadata, num)
+
+    def _reserve(self, rows: int, num_blocks: int, num_shared: int) -> bool:
+        """Whether torch operations should decode such a batch; then every row has cache in every block."""
+        assert self.cache.max_tokens is not None
+        fits = num_blocks <= MAX_BLOCKS and rows * num_blocks * BLOCK <= self.cache.max_tokens * 3 // 4
+        return fits and num_shared <= MAX_SHARED and self.cache.reserve([rows] * num_blocks, num_blocks * BLOCK)
 
 
 def find_memory(
@@ -216,18 +273,20 @@ class GraphDecode(DecodeBackend):
     """A batch decoded by a CUDA graph; its `num` real rows are the first ones."""
 
     def __init__(self, decoder: GraphDecoder, step: CapturedStep, metadata: AttentionMetadata, num: int) -> None:
-        super().__init__(decoder.cache, metadata, len(metadata.block_tables) * BLOCK, reach=None)
+        width = len(metadata.block_tables) * BLOCK if step.kernels is None else metadata.next_boundary
+        super().__init__(decoder.cache, metadata, width, reach=None)
         self._buffers, self._step, self._recorder, self._num = decoder.buffers, step, decoder.recorder, num
         self._buffers.tokens.zero_()
 
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
         """Decode one step; the logits are valid until the next call."""
         buffers, num = self._buffers, self._num
-        at = np.zeros(len(buffers.positions), dtype=np.int64)
+        at = np.full(len(buffers.positions), 0 if buffers.kernels is None else -1, dtype=np.int64)
         at[:num] = positions[:num]
         buffers.tokens[:num].copy_(tokens[:num])
         buffers.positions.copy_(torch.from_numpy(at))
         logits = self._step.run(self._recorder)[:num]
-        places = self.cache.locate(self.metadata.slots[:num], positions[:num])
-        self.cache.store_all(places, buffers.new[:, :, :num])
+        if buffers.kernels is None:  # they have stored the keys and values, except those of rows at position -1
+            places = self.cache.locate(self.metadata.slots[:num], positions[:num])
+            self.cache.store_all(places, buffers.new[:, :, :num])
         return logits

@@ -19,7 +19,7 @@ from prime_rl.inference.config import Quantization
 from prime_rl.inference.detokenizer import Decode, Detokenizer, StopStringMatcher
 from prime_rl.inference.embedded.adapters import Adapters
 from prime_rl.inference.embedded.block_manager import BlockManager, SlotBlocks
-from prime_rl.inference.embedded.cuda_graphs import GraphCapturer, GraphDecoder
+from prime_rl.inference.embedded.cuda_graphs import GraphCapturer, GraphDecoder, find_decode_kernels
 from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_blocks
 from prime_rl.inference.embedded.model_runner import ModelRunner
 from prime_rl.inference.embedded.paged_blocks import PagedBlocks
@@ -48,6 +48,9 @@ from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.training.sampling_support import check_supports
 
+PADDED_TOKENS, FLASH_TOKENS = 2048, 8192
+"""Default prompt tokens of a pass: with their attention scores in memory, and without."""
+
 MEMORY_SHARE = 4
 """By default, the KV cache takes at most 1 / MEMORY_SHARE of the memory; of free GPU memory, 3 / MEMORY_SHARE."""
 
@@ -66,7 +69,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         decode: Decode | None = None,
         max_model_len: int | None = None,
         max_running: int = 256,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         max_cache_tokens: int | None = None,
         max_prefix_cache_tokens: int | None = None,
         enable_prefix_caching: bool = True,
@@ -101,7 +104,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         smallest = (num_blocks(self.max_model_len + 1) + decoder.min_rows) * BLOCK  # of one sequence
         self.max_cache_tokens = max(max_cache_tokens or self._default_cache_tokens(max_running), smallest)
         records = recorder is not None and decoder.is_static
-        is_paged = decoder.fused is not None and not records
+        is_paged = find_decode_kernels(model.config, device) is not None if records else decoder.fused is not None
         max_cached = None if is_paged else self.max_cache_tokens  # pages are limited by their block manager
         cache = KVCache(self._cache_config, self.dtype, device, max_running, max_cached)
         graphs = None
@@ -121,7 +124,9 @@ class EmbeddedEngine(InProcessEngineMixin):
         can_verify = decoder.fused is not None and graphs is None
         head = decoder.head.kernel if decoder.head is not None and can_verify else None
         drafter = Drafter(self._adapters, estimate_costs(head)) if speculation and head is not None else None
-        self._scheduler = Scheduler(self._blocks, max_running, max_num_batched_tokens, decoder.min_rows, drafter)
+        pads = decoder.prefill_kernels is None
+        budget = max_num_batched_tokens or (PADDED_TOKENS if pads else FLASH_TOKENS)
+        self._scheduler = Scheduler(self._blocks, max_running, budget, decoder.min_rows, pads, drafter)
         self._runner = ModelRunner(decoder, self._blocks, self._adapters, exact, graphs)
         is_large = sum(p.numel() for p in model.parameters()) >= MIN_PARAMETERS
         # Bits of the kernels do not depend on the number of threads.

@@ -87,11 +87,8 @@ class FusedDecode(DecodeBackend):
     def __init__(
         self, decoder: FusedDecoder, cache: KVCache, metadata: AttentionMetadata, changes: DeltaBatch | None = None
     ) -> None:
-        longest = int(metadata.starts.max())
-        # Until a row, all of which move by one position per step, reaches its next block: the tables lack its page.
-        left = BLOCK - int((metadata.starts % BLOCK).max())
-        super().__init__(cache, metadata, longest + left, reach=None)
-        self._decoder, self._num_blocks, self._changes = decoder, longest // BLOCK + 1, changes
+        super().__init__(cache, metadata, metadata.next_boundary, reach=None)  # the tables lack the page of that block
+        self._decoder, self._num_blocks, self._changes = decoder, int(metadata.starts.max()) // BLOCK + 1, changes
         self._widest = decoder.widest if changes is None else max(decoder.widest, 2 * decoder.inner)
         self._logits = decoder.logits(len(metadata.slots))
         self._tables = torch.from_numpy(metadata.block_tables)

@@ -14,6 +14,7 @@ from prime_rl.inference.embedded.attention import (
     Chunk,
     DecodeAttention,
     DecodeBackend,
+    FlashPrefill,
     GatheredAttention,
 )
 from prime_rl.inference.embedded.block_manager import BlockManager
@@ -23,7 +24,7 @@ from prime_rl.inference.embedded.kv_cache import KVCache
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
 from prime_rl.inference.embedded.recompute import RecomputeDecode, compute_hidden
-from prime_rl.inference.embedded.sampler import SamplerOutput, build_sampling_batch, sample
+from prime_rl.inference.embedded.sampler import SamplerOutput, build_sampling_batch, draw_noise, sample
 from prime_rl.inference.embedded.scheduler import ScheduledBatch
 from prime_rl.inference.embedded.sequence import Sequence
 from rollouts.training.sampling_support import decode_supports
@@ -94,8 +95,12 @@ class GatheredDecode(DecodeBackend):
         return self._decoder.logits(hidden, self._changes)
 
 
-def build_gathered(decoder: PreparedDecoder, cache: KVCache, metadata: AttentionMetadata) -> GatheredAttention:
+def build_gathered(
+    decoder: PreparedDecoder, cache: KVCache, metadata: AttentionMetadata
+) -> GatheredAttention | FlashPrefill:
     """The attention of a forward pass, which rounds queries as the fused decode step does."""
+    if (kernels := decoder.prefill_kernels) is not None:
+        return FlashPrefill(cache, metadata, kernels)
     rounds = decoder.fused is not None and decoder.fused.rounds_queries
     return GatheredAttention(cache, metadata, decoder.model.config.num_attention_heads, decoder.min_rows, rounds)
 
@@ -170,8 +175,10 @@ class ModelRunner:
             self.batch = current
         if current.backend is None or not current.backend.fits(current.positions):
             current.backend = self._select_backend(current, batch.sequences)
+        positions = current.positions[: current.num] + 1
+        noise = draw_noise(current.sampling, positions, self._device)  # first: a copy to a GPU would wait for the step
         logits = current.backend(current.tokens, current.positions)[: current.num]
-        sampled = sample(logits, current.sampling, current.positions[: current.num] + 1)
+        sampled = sample(logits, current.sampling, positions, noise)
         current.advance(sampled.tokens)
         return sampled
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from prime_rl.inference.embedded.adapters import LoraRouting
+from prime_rl.inference.embedded.attention import find_prefill_kernels
 from prime_rl.inference.embedded.fused_decode import FusedDecoder, LayerWeights, Rope
 from prime_rl.inference.embedded.kv_cache import BLOCK
 from prime_rl.trainer.models.attention import AttentionBackend
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderLayer, GatedMLP, RMSNorm, rms_norm, swiglu
 from rollouts.kernels import cpu as cpu_kernels
-from rollouts.kernels.linear import pack_weight, packed_linear, uses_onednn
+from rollouts.kernels.linear import multiply_wide, pack_weight, packed_linear, uses_onednn, widens
+from rollouts.kernels.select import find_kernels, gpu_kernels
 from rollouts.training.numerics import ONEDNN_MIN_ROWS, min_rows, repeat_last
 
 
@@ -64,6 +66,8 @@ class PackedLinear:
             y = self.kernel(x, self.bias)
         elif self.packed is not None:
             y = packed_linear(x, self.packed, self.bias)
+        elif len(x) == 1 and not self._exact and self.bias is None and widens(x) and (kernels := gpu_kernels()):
+            y = kernels.multiply_row(x, self.weight)
         else:
             y = F.linear(x, cast(Tensor, self.weight), self.bias)
         if changes is not None:
@@ -162,6 +166,10 @@ class PreparedLayer:
         """Queries and keys, normalized and rotated if the layer does so, and values."""
         heads, kv_heads = self.splits
         qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
+        if self.fuse and find_kernels(qk, cos, sin) is not None and (kernels := gpu_kernels()) is not None:
+            kernels.norm_and_rotate_(qk, self.qk_weight, self.qk_eps, *((cos, sin) if self.has_rope else (None, None)))
+            q, k = qk.split_with_sizes((heads, kv_heads), 1)
+            return q, k, v
         if self.qk_weight is not None:
             if self.fuse:
                 qk = F.rms_norm(qk, (self.head_dim,), None, self.qk_eps) * self.qk_weight
@@ -177,8 +185,8 @@ def add_norm(
     branch: Float[Tensor, "rows size"], x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool
 ) -> tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]:
     """Add a branch to the residual stream, in the branch's memory; returns the sum and its norm."""
-    if cpu_kernels.runs_here(branch, x, norm.weight):
-        return branch, cpu_kernels.rms_norm(branch, norm.weight, norm.eps, added=x)[0]
+    if (kernels := find_kernels(branch, x, norm.weight, narrow=False)) is not None:
+        return branch, kernels.rms_norm(branch, norm.weight, norm.eps, added=x)[0]
     x = branch.add_(x)
     return x, normalize(x, norm, fuse)
 
@@ -189,8 +197,10 @@ def fuses_norms(weight: Tensor, exact: bool) -> bool:
 
 
 def normalize(x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool) -> Float[Tensor, "rows size"]:
-    """Apply the norm; in fp32 without CPU kernels by `F.rms_norm`, which performs the same operations."""
-    if fuse or (cpu_kernels.library() is None and x.dtype == torch.float32 and x.is_cpu):
+    """Apply the norm; without kernels in fp32 on a CPU by `F.rms_norm`, which performs the same operations."""
+    if (fuse and find_kernels(x, norm.weight) is None) or (
+        cpu_kernels.library() is None and x.dtype == torch.float32 and x.is_cpu
+    ):
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
     return cast(Tensor, norm(x))
 
@@ -199,8 +209,8 @@ def apply_rotary(
     x: Float[Tensor, "rows heads dim"], cos: Float[Tensor, "rows 1 dim"], sin: Float[Tensor, "rows 1 dim"]
 ) -> Float[Tensor, "rows heads dim"]:
     """RoPE as `causal_lm.apply_rotary_emb`, with the sign in the table (`signed_sin`) instead of in a copy."""
-    if cpu_kernels.runs_here(x, cos, sin):
-        return cpu_kernels.rotate(x, cos, sin)
+    if (kernels := find_kernels(x, cos, sin, narrow=False)) is not None:
+        return kernels.rotate(x, cos, sin)
     left, right = x.chunk(2, dim=-1)
     return (x * cos).add_(torch.cat((right, left), dim=-1).mul_(sin))
 
@@ -248,6 +258,10 @@ class PreparedDecoder:
         self.uses_model_forward = type(model) is not CausalLM
         self.min_rows = min_forward_rows(weight) if exact or weight.is_cpu else 1
         self.fuse = fuses_norms(weight, exact)
+        self.prefill_kernels: Any = None
+        """Kernels with which chunks of prompts are computed by FlashAttention; None: with their scores in memory."""
+        if self.fuse and not model.recomputes:
+            self.prefill_kernels = find_prefill_kernels(model.config, dtype, self.device)
         self._rope: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         self.fused: FusedDecoder | None = None
         self.layers: list[PreparedLayer] = []
@@ -314,10 +328,24 @@ class PreparedDecoder:
         """Compute next-token logits; pads to the minimum number of rows."""
         rows = hidden.shape[0]
         hidden = repeat_last(hidden, self.min_rows)
-        logits = self.model.logits(hidden) if self.head is None else self.head(hidden, None)
+        if self.head is None:
+            logits = self.model.logits(hidden)
+        elif self._has_wide_logits and changes is None:
+            logits = multiply_wide(hidden, cast(Tensor, self.head.weight))
+        else:
+            logits = self.head(hidden, None)
         if changes is not None:
             changes.change([("lm_head", 0, logits.shape[1])], hidden, logits)
         return logits[:rows]
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Data type of the logits without adapters."""
+        return torch.float32 if self._has_wide_logits else self.model.embedding().dtype
+
+    @property
+    def _has_wide_logits(self) -> bool:
+        return self.head is not None and self.head.bias is None and widens(self.model.embedding())
 
     def rope(self, length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Tables of cos and signed sin for positions below `length`."""

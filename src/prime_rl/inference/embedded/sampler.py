@@ -30,6 +30,7 @@ class SamplingBatch:
     rows: list[Sequence]
     temperature: Float[Tensor, "rows 1"] | None  # None if all are 1, as for greedy rows
     greedy: Bool[Tensor, " rows"] | None  # None if no row is greedy
+    all_greedy: bool
     seeds: NDArray[np.uint64]
     adjusted: list[int]  # rows with a bias, a penalty or a grammar, applied before the temperature
     blocked: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # row, token, first allowed position
@@ -66,6 +67,7 @@ def build_sampling_batch(rows: list[Sequence], device: torch.device) -> Sampling
         rows=rows,
         temperature=None if bool((temperature == 1).all()) else temperature.to(device),
         greedy=is_greedy.to(device) if bool(is_greedy.any()) else None,
+        all_greedy=bool(is_greedy.all()),
         seeds=np.array([p.seed & _MASK64 for p in params], dtype=np.uint64),
         adjusted=[
             i
@@ -95,8 +97,20 @@ def _build_blocked(rows: list[Sequence]) -> tuple[NDArray[np.int64], NDArray[np.
     return columns[0], columns[1], columns[2]
 
 
-def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions: NDArray[np.int64]) -> SamplerOutput:
-    """Sample one token per row; `positions` are those of the sampled tokens.
+def draw_noise(
+    batch: SamplingBatch, positions: NDArray[np.int64], device: torch.device
+) -> Float[Tensor, " rows"] | None:
+    """The random numbers of every row for the tokens at `positions`; None if all rows are greedy."""
+    return None if batch.all_greedy else torch.from_numpy(uniform(batch.seeds, positions)).to(device)
+
+
+def sample(
+    logits: Float[Tensor, "rows vocab"],
+    batch: SamplingBatch,
+    positions: NDArray[np.int64],
+    noise: Float[Tensor, " rows"] | None = None,
+) -> SamplerOutput:
+    """Sample one token per row; `positions` are those of the sampled tokens, `noise` is that of `draw_noise`.
 
     `log_softmax(logits / temperature)` in fp32 is the trainer's expression, so equal logits give bitwise equal results.
     Overwrites `logits`: a real vocabulary has 25 MB of them at 128 rows.
@@ -118,7 +132,8 @@ def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions:
         if wanted := [i for i, p in enumerate(params) if p.return_support]:
             encoded = encode_supports(filtered[wanted] > float("-inf"))
             supports = dict(zip([batch.filtered[i] for i in wanted], encoded, strict=True))
-    tokens = _choose(logprobs, batch, positions)
+    noise = draw_noise(batch, positions, logprobs.device) if noise is None else noise
+    tokens = _choose(logprobs, batch, noise)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if not batch.top_logprobs:
         return SamplerOutput(tokens, chosen, None, None, supports)
@@ -127,11 +142,10 @@ def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions:
 
 
 def _choose(
-    logprobs: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions: NDArray[np.int64]
+    logprobs: Float[Tensor, "rows vocab"], batch: SamplingBatch, noise: Float[Tensor, " rows"] | None
 ) -> Int[Tensor, " rows"]:
-    if batch.greedy is not None and bool(batch.greedy.all()):
+    if noise is None:
         return top_tokens(logprobs, 1)[1][:, 0]
-    noise = torch.from_numpy(uniform(batch.seeds, positions)).to(logprobs.device)
     tokens = invert_cdf(logprobs, noise)
     if batch.greedy is None:
         return tokens

@@ -61,6 +61,8 @@ class Scheduler:
     max_running: int
     max_num_batched_tokens: int
     min_rows: int
+    pads_chunks: bool = True
+    """Whether the chunks of a pass are padded to the longest one, and memory is needed for all of their scores."""
     drafter: Drafter | None = None
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
@@ -184,6 +186,12 @@ class Scheduler:
             if not self.blocks.prepare(seq):
                 continue
             left = len(seq.tokens) - seq.num_cached
+            if not self.pads_chunks:
+                if chosen and rows + left > self.max_num_batched_tokens:
+                    break
+                chosen.append((seq, Chunk(seq.num_cached, min(left, self.max_num_batched_tokens))))
+                rows += chosen[-1][1].length
+                continue
             length = min(left, self.max_num_batched_tokens, max(64, MAX_SCORES // padded(seq.num_cached + left)))
             new_rows, new_keys = max(rows, length), max(keys, padded(seq.num_cached + length))
             num_rows = (len(chosen) + 1) * new_rows

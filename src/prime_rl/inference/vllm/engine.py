@@ -54,7 +54,7 @@ def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None 
         "dtype": ("bfloat16" if on_gpu else "float32") if model.dtype == "auto" else model.dtype,
         "max_model_len": model.max_model_len,
         "max_num_seqs": config.max_batch_size,
-        "max_num_batched_tokens": chunk if chunk != InferenceConfig().max_num_batched_tokens else None,
+        "max_num_batched_tokens": chunk,
         "tensor_parallel_size": parallel.tp,
         "data_parallel_size": parallel.dp if parallel.dp > 1 else None,
         "seed": config.seed,

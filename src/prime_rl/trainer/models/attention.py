@@ -7,6 +7,7 @@ call, see `rollouts.training.numerics`; fused attention blocks over keys and is 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -446,23 +447,62 @@ def sdpa_causal_attention(
 
 def flash_attention(
     q: Float[Tensor, "tokens heads dim"],
-    k: Float[Tensor, "tokens kv_heads dim"],
-    v: Float[Tensor, "tokens kv_heads dim"],
+    k: Float[Tensor, "keys kv_heads dim"],
+    v: Float[Tensor, "keys kv_heads dim"],
     ends: Int[Tensor, " seqs_and_one"],
     longest: int,
     window: int | None = None,
+    key_ends: Int[Tensor, " seqs_and_one"] | None = None,
+    longest_key: int | None = None,
 ) -> Float[Tensor, "tokens heads dim"]:
-    """Causal attention over the flat pack with torch's FlashAttention, in half precision on a GPU."""
+    """Causal attention over the flat pack with torch's FlashAttention, in half precision on a GPU.
+
+    With `key_ends`, a sequence has more keys than queries, which are its last tokens.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    group = q.shape[1] // k.shape[1]
+    group, options = q.shape[1] // k.shape[1], None
     if group > 1:
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1 if window is None else window - 1, 0))
+        options = None if torch.compiler.is_compiling() else find_grouped_options(q.device)
+        if options is None:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    key_ends, longest_key = ends if key_ends is None else key_ends, longest_key or longest
+    window_size = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(q, k, v, ends, key_ends, longest, longest_key, window_size=window_size, **(options or {}))
     assert isinstance(out, Tensor)
     return out
 
 
+@functools.cache
+def find_grouped_options(device: torch.device) -> dict[str, Any] | None:
+    """Options with which torch's FlashAttention takes fewer key heads than heads, with gradients; None: it does not.
+
+    torch 2.11 takes them without an option, which is not documented: so compared with repeated heads.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if takes_option else {}
+    draw, ends = torch.Generator(device).manual_seed(0), torch.tensor([0, 5, 45], dtype=torch.int32, device=device)
+    q, k, v = (
+        torch.randn(45, heads, 64, generator=draw, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    found = []
+    try:
+        with torch.enable_grad():
+            for group, chosen in ((2, {}), (1, options)):
+                keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
+                out = varlen_attn(q, keys, values, ends, ends, 40, 40, window_size=(-1, 0), **chosen)
+                assert isinstance(out, Tensor)
+                found.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    is_equal = all(torch.allclose(a, b, rtol=0.03, atol=0.03) for a, b in zip(*found, strict=True))
+    return options if is_equal else None
+
+
+@functools.cache
 def has_flash(device: torch.device) -> bool:
     """Whether `flash_attention` works in bfloat16 on this device; compared with SDPA on a small pack."""
     if device.type != "cuda":

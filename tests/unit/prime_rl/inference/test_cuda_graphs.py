@@ -7,6 +7,7 @@ so what a graph would freeze (addresses, shapes, numbers the host computed) is f
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from prime_rl.inference.embedded import cuda_graphs as graphs
+from prime_rl.inference.embedded import engine as engine_module
 from prime_rl.inference.embedded.attention import decode_metadata
 from prime_rl.inference.embedded.cuda_graphs import (
     Buffers,
@@ -516,6 +518,49 @@ def test_benchmark_runs_on_a_toy_model_and_requires_a_gpu(
     if not torch.cuda.is_available():
         assert bench.main([]) == 1
         assert "needs a GPU" in capsys.readouterr().err
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The kernel of a decode step in Triton's interpreter, on the CPU; returns the numbers of rows of its calls."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("no triton; cure: pip install triton (Linux)")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from rollouts.kernels import gpu
+
+    calls: list[int] = []
+
+    def attend_step(*arguments: Any) -> Tensor:
+        calls.append(arguments[0].shape[0])
+        return gpu.attend_step(*arguments)
+
+    for module in (graphs, engine_module):
+        monkeypatch.setattr(module, "find_decode_kernels", lambda *_: SimpleNamespace(attend_step=attend_step))
+    return calls
+
+
+def test_paged_steps_equal_eager_steps(interpreted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several lengths, that reach their next block at different steps; two share a prefix in memory."""
+    shared = draw_prompt(260)
+    prompts = [draw_prompt(1), draw_prompt(126), shared, draw_prompt(124), [*shared, 5, 6]]
+    requests = [request(prompt, seed=i, max_tokens=6, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    recorder = SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step)
+    engine = build_engine(build_model(0, head_dim=16), recorder)
+    found = run(engine, *requests)
+    assert interpreted and not engine._blocks.is_contiguous and engine.stats().shared_prompt_tokens
+    monkeypatch.undo()
+    assert check_alike(found, run(build_engine(build_model(0, head_dim=16), None), *requests)) == 30
+
+
+def test_paged_steps_under_arrivals_cancellations_and_updates(
+    interpreted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = [tensor_names(build_model(version, head_dim=16)) for version in (1, 2)]
+    recorder = SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step)
+    found = drive(build_engine(build_model(0, head_dim=16), recorder, max_running=8), 0, 140, versions)
+    monkeypatch.undo()
+    expected = drive(build_engine(build_model(0, head_dim=16), None, max_running=8), 0, 140, versions)
+    assert check_alike(found, expected) > 50 and interpreted
 
 
 @pytest.mark.gpu
