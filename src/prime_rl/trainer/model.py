@@ -58,8 +58,9 @@ def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int =
     may_be_exact = may_be_exact and config.attn in ("auto", "exact")
     arithmetic = arithmetic_dtype(dtype, device, may_be_exact) if num_ranks == 1 else dtype
     exact = may_be_exact and arithmetic != torch.bfloat16
-    attn = config.attn if config.attn != "auto" else "exact" if exact else "flash" if has_flash(device) else "sdpa"
-    if attn == "flash" and (dtype != torch.bfloat16 or not has_flash(device)):
+    can_flash = dtype == torch.bfloat16 and has_flash(device)
+    attn = config.attn if config.attn != "auto" else "exact" if exact else "flash" if can_flash else "sdpa"
+    if attn == "flash" and not can_flash:
         raise ValueError("model.attn flash needs bfloat16 on a GPU supported by torch's FlashAttention: use sdpa")
     return DeviceConfig(device, dtype, attn, arithmetic)
 
