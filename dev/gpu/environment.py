@@ -67,7 +67,7 @@ def _find_version(name: str) -> str | None:
 
 def check_packages(context: Context) -> Measured:
     """Number of required packages that are missing."""
-    modules = {"pyzmq": "zmq", "huggingface-hub": "huggingface_hub"}
+    modules = {"pyzmq": "zmq", "huggingface-hub": "huggingface_hub", "protobuf": "google.protobuf"}
     missing = [name for name in _requirements() if importlib.util.find_spec(modules.get(name, name)) is None]
     return Measured(len(missing), " ".join([*missing, "- make gpu-bundle carries them" if missing else ""]).strip())
 

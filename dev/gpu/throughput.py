@@ -15,7 +15,7 @@ from dev.gpu.training import build, build_samples
 
 from prime_rl.plan.config import PlanConfig
 from prime_rl.plan.memory import trainer_memory
-from prime_rl.plan.shapes import KNOWN, read_shape
+from prime_rl.plan.shapes import KNOWN, ModelShape, read_shape
 from prime_rl.trainer.perf import PerfCounter, peak_memory_gib
 from rollouts.training.batching import Share, pack_samples
 
@@ -27,7 +27,7 @@ def measure(
     context: Context, kind: str, shape: str, seq_len: int, published: float, model: dict[str, Any] | None = None
 ) -> Measured:
     """Tokens per second of steps after the first: forward, backward and optimizer, without publishing weights."""
-    sizes = small_shape(True) if context.tiny else KNOWN[shape] | {"max_position_embeddings": seq_len}
+    sizes = small_shape(True) if context.tiny else build_sizes(KNOWN[shape], seq_len)
     directory = write_model(context.folder("model"), sizes, weights=False)
     seq_len = 64 if context.tiny else seq_len
     trained = {"name": str(directory), "device": str(context.device), "debug": {"random_init": True}, **(model or {})}
@@ -59,6 +59,21 @@ def measure(
         f"peak {peak:.1f} GiB, plan {plan:.1f} GiB, attn {backend.placement.attn}"
     )
     return Measured(throughput, note, {"peak_gib": peak, "plan_gib": plan, "mfu": metrics["perf/mfu"]})
+
+
+def build_sizes(shape: ModelShape, seq_len: int) -> dict[str, Any]:
+    """The entries of `config.json` for a shape of Qwen3."""
+    return {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": seq_len,
+    }
 
 
 def plan_memory(name: str, seq_len: int, model: dict[str, Any]) -> float:
