@@ -81,6 +81,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no GPU; cure: a machine with CUDA"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, also from the processes of tests, which expect what a CPU computes; `-m gpu` shows them."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def _has_gpu() -> bool:
     import torch
 

@@ -38,10 +38,9 @@ def test_mapped_memory_is_zero_and_writable() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_freed_with_its_last_tensor() -> None:
-    before = resident_mb()
     tensors = [huge_pages.empty(10_000_000, torch.int8).fill_(1) for _ in range(40)]
-    assert resident_mb() > before + 300  # other tests may free memory, and the last chunk may be resident
+    before = resident_mb()
     kept = tensors[7]
     del tensors
-    assert resident_mb() < before + 200  # two chunks
+    assert resident_mb() < before - 250  # of 400 MB two chunks may stay
     assert bool((kept == 1).all())
