@@ -32,9 +32,11 @@ SHAPES = {
     "tiny": {},
     "3M": build_shape(256, 4, 4, 2, 768),
     "25M": build_shape(512, 8, 8, 4, 1536),
+    "smollm2-random": build_shape(576, 30, 9, 3, 1536, vocab=49_152),
     "qwen3-8-layers": build_shape(1024, 8, 16, 8, 3072, head_dim=128, vocab=151_936),
 }
-"""`qwen3-8-layers`: Qwen3-0.6B with 8 of its 28 layers, 281M parameters."""
+"""`smollm2-random`: SmolLM2-135M with the query norms of Qwen3. `qwen3-8-layers`: Qwen3-0.6B with 8 of its 28 layers,
+281M parameters."""
 
 
 def write_model(name: str, directory: Path) -> Path:
