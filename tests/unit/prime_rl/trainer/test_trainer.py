@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from prime_rl.telemetry.progress import Progress
+from prime_rl.trainer import model as model_module
 from prime_rl.trainer.backend import Backend, build_backend, memory_advice
 from prime_rl.trainer.checkpointer import Checkpointer
 from prime_rl.trainer.config import LossConfig, SchedulerConfig, SFTConfig, TrainConfig
@@ -394,6 +395,14 @@ def test_only_inexact_rl_computes_with_bfloat16_instructions(
     assert placement.arithmetic == (torch.bfloat16 if fast else torch.float32)
     sft = resolve_placement(SFTConfig.model_validate({"model": {"dtype": "bfloat16", "device": "cpu"}}).model)
     assert sft.arithmetic == (torch.bfloat16 if has_products else torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "attn"), [("auto", "flash"), ("bfloat16", "flash"), ("float32", "sdpa")])
+def test_attention_on_a_gpu_follows_the_data_type(dtype: str, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(model_module, "has_flash", lambda device: True)
+    assert resolve_placement(TrainConfig.model_validate({"model": {"dtype": dtype}}).model).attn == attn
 
 
 def test_masters_accumulate_small_updates() -> None:
