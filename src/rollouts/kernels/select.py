@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -43,11 +44,22 @@ def find_kernels(x: Tensor, *others: Tensor, narrow: bool = True) -> Kernels | N
 
 @cache
 def gpu_kernels() -> Any:
-    """The module `rollouts.kernels.gpu`; None without triton, which the GPU builds of torch for Linux bring along."""
+    """The module `rollouts.kernels.gpu`; None without triton, which the GPU builds of torch for Linux bring along.
+
+    Also None, with a warning, where triton cannot run: it needs a C compiler and a GPU that it supports.
+    """
     if importlib.util.find_spec("triton") is None:
         return None
     from rollouts.kernels import gpu
 
+    try:
+        gpu.swiglu(*torch.zeros(2, 1, 16, device="cuda"))
+    except Exception as error:  # a missing compiler and an old GPU raise errors of many kinds
+        logging.getLogger(__name__).warning(
+            "Triton does not run here, so that torch operations replace its kernels and are slower: "
+            f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        )
+        return None
     return gpu
 
 
