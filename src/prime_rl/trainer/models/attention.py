@@ -496,7 +496,7 @@ def find_grouped_options(device: torch.device) -> dict[str, Any] | None:
                 out = varlen_attn(q, keys, values, ends, ends, 40, 40, window_size=(-1, 0), **chosen)
                 assert isinstance(out, Tensor)
                 found.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None
     is_equal = all(torch.allclose(a, b, rtol=0.03, atol=0.03) for a, b in zip(*found, strict=True))
     return options if is_equal else None
