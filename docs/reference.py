@@ -30,6 +30,8 @@ COMMANDS = {
     "serve": "prime_rl.training_api.config:ServeConfig",
 }
 PACKAGES = ("rollouts.training", "rollouts.kernels", "nanochat")
+OPTIONAL = ("triton",)
+"""Packages without which the pages leave out the modules that import them."""
 
 
 def write_pages(folder: Path) -> None:
@@ -122,7 +124,12 @@ def _package_page(package: str) -> str:
 
 
 def _module_blocks(name: str) -> list[str]:
-    module = import_module(name)
+    try:
+        module = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name in OPTIONAL:
+            return []
+        raise
     members = [
         member
         for key, member in vars(module).items()
