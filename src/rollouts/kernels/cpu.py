@@ -261,7 +261,7 @@ def rms_norm(
     x: Float[Tensor, "*rows size"], weight: Float[Tensor, "*heads size"], eps: float, added: Tensor | None = None
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows 1"]]:
     """weight x / rms(x), and 1 / rms(x) in fp32. `weight` may have a row per head. `added` is added to `x` in place."""
-    x, stride, inner = _flatten_rows(x)
+    x, stride, inner = flatten_rows(x)
     out, scales = torch.empty(x.shape, dtype=x.dtype), torch.empty((*x.shape[:-1], 1))
     heads = weight.shape[0] if weight.dim() > 1 else 1
     assert added is None or added.is_contiguous()
@@ -277,7 +277,7 @@ def rms_norm_backward(
     scales: Float[Tensor, "*rows 1"],
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, " size"]]:
     """The gradients of x and weight."""
-    x, stride, inner = _flatten_rows(x)
+    x, stride, inner = flatten_rows(x)
     grad, grad_x = grad.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     parts = min(torch.get_num_threads(), scales.numel())
     grad_weight = torch.empty(parts, x.shape[-1])
@@ -294,7 +294,7 @@ def rotate(
     back: bool = False,
 ) -> Float[Tensor, "tokens heads dim"]:
     """RoPE of every head by the angles of its token; `back` is the inverse."""
-    x, stride, heads = _flatten_rows(x)
+    x, stride, heads = flatten_rows(x)
     out, cos, sin = torch.empty(x.shape, dtype=x.dtype), cos.float(), sin.float()
     sign = -1.0 if back else 1.0
     call("rotate", x, stride, cos, sin, sign, out, x.shape[0], heads, x.shape[2], _is_narrow(x))
@@ -522,7 +522,7 @@ def call(name: str, *arguments: Any) -> None:
     getattr(kernels, name)(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
 
 
-def _flatten_rows(x: Float[Tensor, "*rows size"]) -> tuple[Tensor, int, int]:
+def flatten_rows(x: Float[Tensor, "*rows size"]) -> tuple[Tensor, int, int]:
     """x with contiguous inner rows, the stride of its outer rows, and the number of inner rows in each."""
     if not (x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]):
         x = x.contiguous()

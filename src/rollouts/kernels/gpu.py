@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
-from triton import next_power_of_2
+from triton import cdiv, next_power_of_2
+
+from rollouts.kernels.cpu import flatten_rows
 
 TILE = 2048
 """Numbers that a program holds of a matrix with short rows."""
@@ -50,14 +52,14 @@ def rms_norm(
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows 1"]]:
     """weight x / rms(x), and 1 / rms(x) in fp32. `weight` may have a row per head. `added` is added to `x` in place."""
     assert added is None or (added.is_contiguous() and x.is_contiguous())
-    x, stride, inner = _flatten_rows(x)
+    x, stride, inner = flatten_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     num, size, weight = scales.numel(), x.shape[-1], weight.contiguous()
     heads = weight.shape[0] if weight.dim() > 1 else 1
     rows, width = _choose_tile(size)
     with _device(x):
-        _rms_norm[(_divide(num, rows),)](
+        _rms_norm[(cdiv(num, rows),)](
             x, added, weight, out, scales, stride, inner, num, heads, size, eps, rows, width, num_warps=_warps(width)
         )
     return out, scales
@@ -70,11 +72,11 @@ def rms_norm_backward(
     scales: Float[Tensor, "*rows 1"],
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, " size"]]:
     """The gradients of x and weight."""
-    x, stride, inner = _flatten_rows(x)
+    x, stride, inner = flatten_rows(x)
     grad, grad_x = grad.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num, size = scales.numel(), x.shape[-1]
     rows, width = _choose_tile(size)
-    programs = max(1, min(PROGRAMS, _divide(num, rows)))
+    programs = max(1, min(PROGRAMS, cdiv(num, rows)))
     grad_weight = torch.empty(programs, size, dtype=torch.float32, device=x.device)
     with _device(x):
         _rms_norm_backward[(programs,)](
@@ -90,7 +92,7 @@ def rotate(
     back: bool = False,
 ) -> Float[Tensor, "tokens heads dim"]:
     """RoPE of every head by the angles of its token; `back` is the inverse."""
-    x, stride, heads = _flatten_rows(x)
+    x, stride, heads = flatten_rows(x)
     out, cos, sin = torch.empty(x.shape, dtype=x.dtype, device=x.device), cos.contiguous(), sin.contiguous()
     sizes = (next_power_of_2(heads), next_power_of_2(x.shape[2] // 2))
     with _device(x):
@@ -104,7 +106,7 @@ def swiglu(gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"]) -> 
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, size = gate.shape
     with _device(gate):
-        _swiglu[(rows, _divide(size, COLUMNS))](gate, up, out, gate.stride(0), up.stride(0), size, COLUMNS)
+        _swiglu[(rows, cdiv(size, COLUMNS))](gate, up, out, gate.stride(0), up.stride(0), size, COLUMNS)
     return out
 
 
@@ -116,7 +118,7 @@ def swiglu_backward(
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
     rows, size = gate.shape
     with _device(gate):
-        _swiglu_backward[(rows, _divide(size, COLUMNS))](grad, gate, up, grad_gate, grad_up, size, COLUMNS)
+        _swiglu_backward[(rows, cdiv(size, COLUMNS))](grad, gate, up, grad_gate, grad_up, size, COLUMNS)
     return grad_gate, grad_up
 
 
@@ -162,7 +164,7 @@ def attend_step(
     kv_heads, blocks = k.shape[1], addresses.shape[1]
     group = heads // kv_heads
     split, tile, warps, stages = MANY if rows * kv_heads * blocks >= MANY_BLOCKS else FEW
-    splits = _divide(blocks * keys, split)
+    splits = cdiv(blocks * keys, split)
     parts = torch.empty(rows, kv_heads, splits, group, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(2, rows, kv_heads, splits, group, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
@@ -179,37 +181,26 @@ def attend_step(
     return out
 
 
-def store_pages(
+def copy_pages(
     k: Float[Tensor, "tokens kv_heads dim"],
     v: Float[Tensor, "tokens kv_heads dim"],
     addresses: Int[Tensor, "2 blocks"],
     places: Int[Tensor, "3 tokens"],
     keys: int,
+    *,
+    store: bool,
 ) -> None:
-    """Store keys and values in pages, `[pages, kv_heads, keys, dim]` at `addresses`.
+    """Store keys and values in pages, `[pages, kv_heads, keys, dim]` at `addresses`, or load them into `k` and `v`.
 
-    `places` has block, page and position in the page of every token; tokens of block -1 are left out.
+    `places` has block, page and position in the page of every token; tokens of block -1 are left out. `k` and `v` must
+    be contiguous to be loaded.
     """
     tokens, heads, dim = k.shape
+    assert store or (k.is_contiguous() and v.is_contiguous())
     k, v = k.contiguous(), v.contiguous()
     with _device(k):
         _copy_pages[(tokens,)](
-            k, v, addresses, *places, addresses.stride(0), heads, next_power_of_2(heads), dim, keys, True
-        )
-
-
-def load_pages(
-    k: Float[Tensor, "tokens kv_heads dim"],
-    v: Float[Tensor, "tokens kv_heads dim"],
-    addresses: Int[Tensor, "2 blocks"],
-    places: Int[Tensor, "3 tokens"],
-    keys: int,
-) -> None:
-    """Load keys and values from pages into `k` and `v`, which are contiguous; inverse of `store_pages`."""
-    tokens, heads, dim = k.shape
-    with _device(k):
-        _copy_pages[(tokens,)](
-            k, v, addresses, *places, addresses.stride(0), heads, next_power_of_2(heads), dim, keys, False
+            k, v, addresses, *places, addresses.stride(0), heads, next_power_of_2(heads), dim, keys, store
         )
 
 
@@ -218,18 +209,10 @@ def multiply_row(x: Float[Tensor, "1 inputs"], weight: Float[Tensor, "outputs in
     outputs, inputs = weight.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     with _device(x):
-        _multiply_row[(_divide(outputs, ROW_OUTPUTS),)](
+        _multiply_row[(cdiv(outputs, ROW_OUTPUTS),)](
             x, weight, out, outputs, inputs, ROW_OUTPUTS, min(ROW_INPUTS, next_power_of_2(inputs)), num_warps=4
         )
     return out
-
-
-def _flatten_rows(x: Float[Tensor, "*rows size"]) -> tuple[Tensor, int, int]:
-    """x with contiguous inner rows, the stride of its outer rows, and the number of inner rows in each."""
-    if not (x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]):
-        x = x.contiguous()
-    inner = x.shape[-2] if x.dim() > 1 else 1
-    return x, x.stride(0) if x.dim() == 3 else inner * x.shape[-1], inner
 
 
 def _choose_tile(size: int) -> tuple[int, int]:
@@ -240,10 +223,6 @@ def _choose_tile(size: int) -> tuple[int, int]:
 
 def _warps(width: int) -> int:
     return 4 if width <= TILE else 8
-
-
-def _divide(num: int, size: int) -> int:
-    return -(-num // size)
 
 
 def _device(x: Tensor) -> AbstractContextManager[Any]:

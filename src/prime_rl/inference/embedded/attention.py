@@ -358,7 +358,7 @@ class FlashPrefill:
         self._kernels, device = kernels, cache.blocks[0].device
         starts, lengths, tables = metadata.starts, metadata.lengths, metadata.block_tables
         chunk, positions = list_positions(starts, lengths)
-        places = np.stack((positions // BLOCK, tables[positions // BLOCK, chunk], positions % BLOCK))
+        places = find_places(tables, chunk, positions)
         if metadata.first_written is not None:
             places[0, positions < metadata.first_written[chunk]] = -1
         self.positions: Int[Tensor, " tokens"] = torch.from_numpy(positions).to(device)
@@ -368,8 +368,7 @@ class FlashPrefill:
         self._keys: Int[Tensor, "3 keys"] | None = None  # None: chunks without earlier tokens
         if starts.any():
             chunk, positions = list_positions(np.zeros_like(starts), starts + lengths)
-            keys = np.stack((positions // BLOCK, tables[positions // BLOCK, chunk], positions % BLOCK))
-            self._keys = torch.from_numpy(keys).to(device)
+            self._keys = torch.from_numpy(find_places(tables, chunk, positions)).to(device)
             self._key_ends, self._longest_key = list_ends(starts + lengths, device), metadata.num_keys
 
     def __call__(
@@ -381,12 +380,12 @@ class FlashPrefill:
         window: int | None = None,
     ) -> Float[Tensor, "tokens heads dim"]:
         addresses = self._addresses[layer]
-        self._kernels.store_pages(k, v, addresses, self._places, BLOCK)
+        self._kernels.copy_pages(k, v, addresses, self._places, BLOCK, store=True)
         if self._keys is None:
             return flash_attention(q, k, v, self._ends, self._longest, window)
         shape = (self._keys.shape[1], *k.shape[1:])
         k, v = k.new_empty(shape), v.new_empty(shape)
-        self._kernels.load_pages(k, v, addresses, self._keys, BLOCK)
+        self._kernels.copy_pages(k, v, addresses, self._keys, BLOCK, store=False)
         return flash_attention(q, k, v, self._ends, self._longest, window, self._key_ends, self._longest_key)
 
 
@@ -396,6 +395,12 @@ def list_positions(
     """Chunk and position of every token of the concatenated chunks."""
     chunk = np.arange(len(lengths)).repeat(lengths)
     return chunk, np.arange(len(chunk)) + (starts - lengths.cumsum() + lengths)[chunk]
+
+
+def find_places(tables: NDArray[np.int32], chunk: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Block, page and position in the page of every token."""
+    blocks = positions // BLOCK
+    return np.stack((blocks, tables[blocks, chunk], positions % BLOCK))
 
 
 def list_ends(lengths: NDArray[np.int64], device: torch.device) -> Int[Tensor, " chunks_and_one"]:

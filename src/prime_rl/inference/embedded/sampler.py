@@ -30,7 +30,7 @@ class SamplingBatch:
     rows: list[Sequence]
     temperature: Float[Tensor, "rows 1"] | None  # None if all are 1, as for greedy rows
     greedy: Bool[Tensor, " rows"] | None  # None if no row is greedy
-    all_greedy: bool
+    all_greedy: bool  # known here, without reading `greedy` from a device
     seeds: NDArray[np.uint64]
     adjusted: list[int]  # rows with a bias, a penalty or a grammar, applied before the temperature
     blocked: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # row, token, first allowed position
