@@ -50,12 +50,19 @@ def test_rows_are_batch_invariant(inputs: int, outputs: int, threads: int) -> No
 def test_weights_can_be_packed_for_a_single_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch 2.11, whose oneDNN computes other bits with a plain weight."""
     x, weight, grad = torch.randn(70, 64), torch.randn(96, 64), torch.randn(70, 96)
-    found = []
+    found, packed_shapes = [], []
+
+    def pack(weight: torch.Tensor) -> torch.Tensor:
+        packed_shapes.append(tuple(weight.shape))
+        return pack_weight(weight)
+
+    monkeypatch.setattr(module, "pack_weight", pack)
     for is_exact in (True, False):
         monkeypatch.setattr(module, "plain_weights_are_exact", lambda is_exact=is_exact: is_exact)
         found.append(
             [linear(x, weight), linear(x[:1], weight), *(f(grad, y, True) for f, y in backward_products(x, weight))]
         )
+    assert packed_shapes == [(96, 64), (96, 64), (64, 96), (64, 72)], "forward twice, and both gradients, if not exact"
     packed = packed_linear(x, pack_weight(weight))
     assert torch.equal(found[1][0], packed) and torch.equal(found[1][1], packed[:1])
     for mine, theirs in zip(*found, strict=True):
