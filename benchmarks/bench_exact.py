@@ -123,7 +123,7 @@ def record_distributions(digests: Digests, limit: int) -> Iterator[None]:
     """Hash the distributions from which engines sample, until there are `limit`."""
     sample, num_recorded = model_runner.sample, 0
 
-    def record(logits: torch.Tensor, batch: Any, positions: Any) -> Any:
+    def record(logits: torch.Tensor, batch: Any, positions: Any, *noise: Any) -> Any:
         nonlocal num_recorded
         if num_recorded < limit:
             num_recorded += len(logits)
@@ -131,7 +131,7 @@ def record_distributions(digests: Digests, limit: int) -> Iterator[None]:
             logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
             keys = ((row.request, int(position)) for row, position in zip(batch.rows, positions, strict=True))
             digests.update(zip(keys, hash_rows(logprobs), strict=True))
-        return sample(logits, batch, positions)
+        return sample(logits, batch, positions, *noise)
 
     model_runner.sample = record
     try:
