@@ -42,6 +42,7 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig  # noqa: E402
 from prime_rl.trainer.models.registry import load_decoder  # noqa: E402
 from rollouts.kernels.cpu import arithmetic_dtype  # noqa: E402
 from rollouts.kernels.linear import linear  # noqa: E402
+from rollouts.kernels.log_softmax import log_softmax  # noqa: E402
 from rollouts.training.numerics import MIN_TOKENS  # noqa: E402
 from rollouts.training.rl_losses import compute_logprobs  # noqa: E402
 from rollouts.training.sampling_support import decode_supports  # noqa: E402
@@ -128,7 +129,7 @@ def record_distributions(digests: Digests, limit: int) -> Iterator[None]:
         if num_recorded < limit:
             num_recorded += len(logits)
             temperature = 1.0 if batch.temperature is None else batch.temperature
-            logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+            logprobs = log_softmax(logits.float() / temperature)
             keys = ((row.request, int(position)) for row, position in zip(batch.rows, positions, strict=True))
             digests.update(zip(keys, hash_rows(logprobs), strict=True))
         return sample(logits, batch, positions, *noise)
@@ -155,7 +156,7 @@ def compare(
         hidden = model(tokens, torch.arange(len(tokens)), attend)
         scale = torch.full((len(tokens), 1), output.request.params.temperature)
         logits = linear(hidden, model.lm_head.weight).float()  # as the losses multiply, whatever the number of rows
-        expected = torch.log_softmax(logits / scale, dim=-1)
+        expected = log_softmax(logits / scale)
         rows = torch.arange(len(prompt) + start, len(prompt) + end) - 1
         labels, logprobs = torch.tensor(ids[start:end], dtype=torch.long), torch.tensor(output.logprobs[start:end])
         if output.sampling_support:

@@ -21,7 +21,7 @@ from nanochat.common import autocast
 from nanochat.gpt import GPT, GPTConfig, causal_attention
 from nanochat.tokenizer import NanochatTokenizer
 from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
-from rollouts.training.sampling import invert_cdf, keep_top_k, uniform
+from rollouts.training.sampling import keep_top_k, sample_tokens, uniform
 
 MAX_ROWS = 256
 """Maximum number of requests decoded in one batch."""
@@ -282,8 +282,7 @@ def _draw(
         logits = keep_top_k(logits, widths.pop())
     else:
         logits = torch.cat([keep_top_k(row[None], r.top_k) for row, r in zip(logits, requests, strict=True)])
-    logprobs = torch.log_softmax(logits / temperature[:, None], dim=-1)
     seeds = np.array([r.seed & (1 << 64) - 1 for r in requests], dtype=np.uint64)
     noise = torch.from_numpy(uniform(seeds, np.array(counts, dtype=np.int64))).to(logits.device)
-    tokens = torch.where(greedy, logprobs.argmax(-1), invert_cdf(logprobs, noise))
-    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    tokens, logprobs = sample_tokens(logits / temperature[:, None], noise, greedy)
+    return tokens.tolist(), logprobs.tolist()

@@ -130,8 +130,15 @@ ALWAYS float sum(vec x) {
 }
 
 ALWAYS vec pick(ivec yes, vec a, vec b) { return (vec)((yes & (ivec)a) | (~yes & (ivec)b)); }
+
+/* b if one of them is NaN */
+#ifdef __AVX512F__ /* gcc 12 does not find these instructions */
+ALWAYS vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+ALWAYS vec smaller(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 ALWAYS vec larger(vec a, vec b) { return pick(a > b, a, b); }
 ALWAYS vec smaller(vec a, vec b) { return pick(a < b, a, b); }
+#endif
 
 ALWAYS float largest(vec x) {
   float most = x[0];
@@ -142,7 +149,7 @@ ALWAYS float largest(vec x) {
 /* exp to a unit or two in the last place: x = n ln 2 + r, a polynomial in r, n into the exponent; 0 below -87.3. */
 ALWAYS vec exp_of(vec x) {
   ivec zero = x < all(-87.3f);
-  vec y = smaller(larger(x, all(-87.3f)), all(88.3f));
+  vec y = smaller(all(88.3f), larger(all(-87.3f), x)); /* in this order NaN remains */
   vec n = fma_of(y, all(1.44269504f), all(12582912.f)) - all(12582912.f); /* round to nearest by 1.5 * 2^23 */
   vec r = fma_of(n, all(2.12194440e-4f), fma_of(n, all(-0.693359375f), y));
   vec p = all(1.9875691500e-4f);
@@ -153,7 +160,7 @@ ALWAYS vec exp_of(vec x) {
   p = fma_of(p, r, all(5.0000001201e-1f));
   p = fma_of(p * r, r, r) + all(1.f);
   ivec scale = (__builtin_convertvector(n, ivec) + 127) << 23;
-  return pick(x != x, x, pick(zero, all(0.f), p * (vec)scale));
+  return (vec)(~zero & (ivec)(p * (vec)scale));
 }
 
 /* The last, partial vector of a row, zero-padded. */
@@ -411,48 +418,97 @@ ALWAYS double dsum(dvec x) {
   return total;
 }
 
-/* The first token whose cumulative probability exceeds `noise` times their sum; one of probability 0 never. */
-static int64_t invert_row(const float *logprobs, double noise, int64_t size) {
-  double ends[MAX_PARTS];
-  int64_t part = (size + MAX_PARTS - 1) / MAX_PARTS, num = 0;
-  part = part <= PART ? PART : (part + PART - 1) / PART * PART;
+/* LANES values of a row from `p` on; minus infinity beyond `count`. */
+ALWAYS vec load_or_infinity(const float *p, int64_t count) {
+  if (count >= LANES) return load(p);
+  vec x = all(-INFINITY);
+  for (int64_t i = 0; i < count; i++) x[i] = p[i];
+  return x;
+}
+
+static float find_largest(const float *row, int64_t size) {
+  vec high[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+  int64_t i = 0;
+  for (; i + 4 * LANES <= size; i += 4 * LANES)
+    for (int part = 0; part < 4; part++) high[part] = larger(high[part], load(row + i + part * LANES));
+  for (; i < size; i += LANES) high[0] = larger(high[0], load_or_infinity(row + i, size - i));
+  return largest(larger(larger(high[0], high[1]), larger(high[2], high[3])));
+}
+
+/* Tokens of each of at most MAX_PARTS parts of a row. */
+ALWAYS int64_t part_of(int64_t size) {
+  int64_t part = (size + MAX_PARTS - 1) / MAX_PARTS;
+  return part <= PART ? PART : (part + PART - 1) / PART * PART;
+}
+
+/* Sums of exp(x - most) over the parts of a row up to each of them, in fp64; returns that of all. */
+static double sum_parts(const float *row, float most, double *ends, int64_t size) {
+  int64_t part = part_of(size);
   double total = 0;
-  for (int64_t start = 0; start < size; start += part, num++) {
+  for (int64_t start = 0; start < size; start += part) {
     int64_t end = start + part < size ? start + part : size;
     dvec sums[2] = {{0}, {0}};
     for (int64_t i = start; i < end; i += LANES) {
-      sums[0] += probs_of(logprobs + i, end - i);
-      if (end - i > LANES / 2) sums[1] += probs_of(logprobs + i + LANES / 2, end - i - LANES / 2);
+      vec p = exp_of(load_or_infinity(row + i, end - i) - all(most));
+      fvec halves[2];
+      memcpy(halves, &p, sizeof p);
+      for (int half = 0; half < 2; half++) sums[half] += __builtin_convertvector(halves[half], dvec);
     }
-    ends[num] = total += dsum(sums[0] + sums[1]);
+    *ends++ = total += dsum(sums[0] + sums[1]);
   }
-  /* Rounding could lift noise * total to the total itself, past the last token that has any probability. */
-  double target = noise * total, below = total;
-  if (target >= total) {
+  return total;
+}
+
+/* The first token whose cumulative probability exceeds `noise`; one of probability 0 never. `ends`: see `sum_parts`. */
+static int64_t invert_cdf(const float *row, float most, const double *ends, double noise, int64_t size) {
+  int64_t part = part_of(size), of = 0, last = (size - 1) / part, chosen = 0;
+  double target = noise * ends[last];
+  if (target >= ends[last]) { /* by rounding: the next smaller number */
     int64_t bits;
-    memcpy(&bits, &below, sizeof bits);
+    memcpy(&bits, ends + last, sizeof bits);
     bits -= bits > 0;
     memcpy(&target, &bits, sizeof target);
   }
-  int64_t chosen = 0;
-  for (int64_t of = 0; of < num; of++) {
-    if (!(ends[of] > target)) continue;
-    double sum = of ? ends[of - 1] : 0;
-    for (int64_t i = of * part; i < size && i < (of + 1) * part; i += LANES / 2) {
-      dvec probs = probs_of(logprobs + i, size - i);
-      for (int lane = 0; lane < LANES / 2; lane++) {
-        if (probs[lane] > 0) chosen = i + lane; /* the last one of the part if its sum was rounded up */
-        if ((sum += probs[lane]) > target) return chosen;
-      }
+  while (of < last && !(ends[of] > target)) of++;
+  double sum = of ? ends[of - 1] : 0;
+  for (int64_t i = of * part; i < size && i < (of + 1) * part; i += LANES) {
+    vec p = exp_of(load_or_infinity(row + i, size - i) - all(most));
+    for (int lane = 0; lane < LANES; lane++) {
+      if (p[lane] > 0) chosen = i + lane; /* the last one of the part if its sum was rounded up */
+      if ((sum += p[lane]) > target) return chosen;
     }
-    break;
   }
   return chosen;
 }
 
-void invert_cdf(const float *logprobs, const double *noise, int64_t *tokens, int64_t rows, int64_t size) {
+static int64_t first_of(const float *row, float value, int64_t size) {
+  for (int64_t i = 0; i < size; i++)
+    if (row[i] == value) return i;
+  return 0;
+}
+
+/* log_softmax(x) = (x - most) - log(sum of exp(x - most)), where the exponentials are in fp32 and their sum is in fp64.
+ * `out` may be x. */
+void log_softmax(const float *x, float *out, int64_t rows, int64_t size) {
   PARALLEL(rows * size > MANY)
-  for (int64_t r = 0; r < rows; r++) tokens[r] = invert_row(logprobs + r * size, noise[r], size);
+  for (int64_t r = 0; r < rows; r++) {
+    const float *row = x + r * size;
+    double ends[MAX_PARTS];
+    float most = find_largest(row, size), log_sum = (float)log(sum_parts(row, most, ends, size));
+    ROW(i, size) STORE(out + r * size, i, size, (LOAD(row, i, size) - all(most)) - all(log_sum));
+  }
+}
+
+/* A token of each row by `invert_cdf`, of negative noise the most likely one, and its log-prob by `log_softmax`. */
+void sample(const float *x, const double *noise, int64_t *tokens, float *logprobs, int64_t rows, int64_t size) {
+  PARALLEL(rows * size > MANY)
+  for (int64_t r = 0; r < rows; r++) {
+    const float *row = x + r * size;
+    double ends[MAX_PARTS];
+    float most = find_largest(row, size), log_sum = (float)log(sum_parts(row, most, ends, size));
+    int64_t token = noise[r] < 0 ? first_of(row, most, size) : invert_cdf(row, most, ends, noise[r], size);
+    tokens[r] = token, logprobs[r] = (row[token] - most) - log_sum;
+  }
 }
 
 /* The `num` largest values of each row and their tokens, in descending order; of equal ones the first tokens. */

@@ -92,7 +92,8 @@ SIGNATURES = {
     "softmax": [_P, _I, _I],
     "causal_attention": [_P] * 9,
     "causal_attention_backward": [_P] * 12,
-    "invert_cdf": [_P, _P, _P, _I, _I],
+    "log_softmax": [_P, _P, _I, _I],
+    "sample": [_P, _P, _P, _P, _I, _I],
     "top": [_P, _I, _P, _P, _I, _I],
     "filter_rows": [_P, _P, _P, _P, _I, _I],
     "pack": [_P, _P, _I, _I, _I, _I],
@@ -384,11 +385,26 @@ def causal_attention_backward(
     return dq, dk, dv
 
 
-def invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """The first token whose cumulative probability exceeds `noise` (fp64) times their sum; fp64 sums."""
-    logprobs, tokens = logprobs.contiguous(), torch.empty(len(logprobs), dtype=torch.long)
-    call("invert_cdf", logprobs, noise.contiguous(), tokens, *logprobs.shape)
-    return tokens
+def log_softmax(x: Float[Tensor, "*rows size"], out: Tensor | None = None) -> Float[Tensor, "*rows size"]:
+    """Log-softmax over the last dimension, with sums in fp64; into `out`, which may be x, if it is given."""
+    x, size = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x) if out is None else out
+    assert out.is_contiguous()
+    call("log_softmax", x, out, x.numel() // size, size)
+    return out
+
+
+def sample(
+    logits: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]
+) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """A token of each row and its log-prob, with the bits of `log_softmax`; the logits are read, not changed.
+
+    It is the first token whose cumulative probability exceeds `noise` (fp64), or the most likely one if that is -1.
+    """
+    logits = logits.contiguous()
+    tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
+    call("sample", logits, noise.contiguous(), tokens, logprobs, *logits.shape)
+    return tokens, logprobs
 
 
 def top(x: Float[Tensor, "rows size"], num: int) -> tuple[Float[Tensor, "rows num"], Int[Tensor, "rows num"]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,10 +16,28 @@ MAX_TOP = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """The first token whose cumulative probability exceeds `noise`, in float64; never one of probability 0."""
-    if cpu_kernels.runs_here(logprobs):
-        return cpu_kernels.invert_cdf(logprobs, noise)
+def sample_tokens(
+    logits: Float[Tensor, "rows vocab"],
+    noise: Float[Tensor, " rows"] | None,
+    greedy: Bool[Tensor, " rows"] | None = None,
+) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """A token of each row and its log-prob, bitwise equal to that of `log_softmax`.
+
+    It is the first token whose cumulative probability exceeds `noise` (fp64, below 1), never one of probability 0; the
+    most likely one in `greedy` rows, and in all without noise.
+    """
+    if cpu_kernels.runs_here(logits):
+        if noise is None:
+            noise = torch.full((len(logits),), -1.0, dtype=torch.float64)
+        return cpu_kernels.sample(logits, noise if greedy is None else noise.masked_fill(greedy, -1.0))
+    logprobs = torch.log_softmax(logits, dim=-1)
+    tokens = logprobs.argmax(-1) if noise is None else _invert_cdf(logprobs, noise)
+    if noise is not None and greedy is not None:
+        tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
     cdf = logprobs.to(torch.float64, copy=True).exp_().cumsum(dim=-1)
     total = cdf[:, -1:]
     # Rounding could lift noise * total to the total itself, past the last token that has any probability.
@@ -33,9 +51,6 @@ def top_tokens(
     """The `num` largest log-probs of each row in descending order, and their tokens."""
     if num <= MAX_TOP and cpu_kernels.runs_here(logprobs):
         return cpu_kernels.top(logprobs, num)
-    if num == 1:  # the first of equal ones, unlike `topk`
-        best = logprobs.max(dim=-1, keepdim=True)
-        return best.values, best.indices
     top = logprobs.topk(min(num, logprobs.shape[1]), dim=-1)
     return top.values, top.indices
 

@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.types import UNFILTERED
 
 EXCLUDED = -1e5
@@ -68,7 +69,7 @@ class Support:
         The bits of the engine's sampler: `log_softmax` of the log-probs over the support. `start` is the id of the
         first column, `normalize` replaces `log_softmax`.
         """
-        normalize = normalize or (lambda table: torch.log_softmax(table, dim=-1))
+        normalize = normalize or log_softmax
         rows = self.headers.nonzero().squeeze(1)
         if not len(rows):
             return logprobs

@@ -30,7 +30,7 @@ from rollouts.training.backends.pytorch_factory import (
     create_warmup_cosine_scheduler,
     parse_dtype,
 )
-from rollouts.training.rl_losses import LossInputs, LossOutput, grpo_loss, nll_loss, ppo_loss
+from rollouts.training.rl_losses import LossInputs, LossOutput, compute_label_logprobs, grpo_loss, nll_loss, ppo_loss
 from rollouts.training.types import ImmediateTrainFuture, TrainFuture
 
 LOOPS = ("asyncio", "trio")
@@ -176,7 +176,7 @@ def test_accumulated_parts_equal_the_whole_batch(tmp_path: Path, loss_fn: Callab
 def test_sums_and_counts_are_taken_as_losses(tmp_path: Path) -> None:
     def by_sum(logits: torch.Tensor, batch: dict[str, Any]) -> LossOutput:
         mask = batch["loss_mask"].flatten()
-        logp = torch.log_softmax(logits.flatten(0, 1), -1).gather(1, batch["labels"].flatten()[:, None]).squeeze(1)
+        logp = compute_label_logprobs(logits, batch["labels"]).flatten()
         zeros = torch.zeros_like(mask)
         return nll_loss(LossInputs(logp, zeros, zeros, mask, zeros.long()))
 

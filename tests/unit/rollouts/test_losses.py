@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollouts.kernels.linear import plain_weights_are_exact
+from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.objectives import PRESETS, Objective
 from rollouts.training.rl_losses import (
     LossInputs,
@@ -179,7 +180,7 @@ def test_nll_is_the_cross_entropy_over_masked_tokens() -> None:
 def test_logprobs_follow_the_sampler_operation_by_operation() -> None:
     logits, labels, temperature = torch.randn(20, 33), torch.randint(33, (20,)), torch.rand(20) + 0.1
     logprobs, entropy = compute_logprobs(logits, labels, temperature)
-    table = torch.log_softmax(logits.float() / temperature[:, None], -1)
+    table = log_softmax(logits / temperature[:, None])
     assert torch.equal(logprobs, table.gather(-1, labels[:, None]).squeeze(-1))
     expected = torch.distributions.Categorical(logits=logits / temperature[:, None]).entropy()
     assert torch.allclose(entropy, expected, atol=1e-5)

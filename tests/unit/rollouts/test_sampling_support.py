@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prime_rl.inference.embedded.sampler import filter_logprobs
 from prime_rl.inference.engine import SamplingParams
+from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.batching import pack_samples, pad_samples
 from rollouts.training.objectives import Objective
 from rollouts.training.rl_losses import LossInputs, PolicyLoss, compute_head_logprobs, compute_logprobs
@@ -85,10 +86,10 @@ def test_head_logprobs_have_the_samplers_bits(filters: dict[str, float], per_chu
     torch.manual_seed(0)
     hidden, weight, labels = torch.randn(16, 8), torch.randn(40, 8), torch.randint(40, (16,))
     temperature = torch.rand(16) + 0.5
-    logprobs = torch.log_softmax((hidden @ weight.T).float() / temperature[:, None], -1)
+    logprobs = log_softmax((hidden @ weight.T).float() / temperature[:, None])
     params = [SamplingParams(max_tokens=1, **filters)] * 8  # type: ignore[arg-type]
     expected = logprobs.clone()
-    expected[::2] = filter_logprobs(logprobs[::2], params)
+    expected[::2] = log_softmax(filter_logprobs(logprobs[::2], params))
     support = build_support(expected[::2] > float("-inf"))
     headers = torch.zeros(16, dtype=torch.int64)
     headers[::2] = support.headers

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from prime_rl.inference.engine import FULL, PromptLogprobs, TopLogprobs
+from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.sampling_support import Support
 
 ROWS_AT_ONCE = 512
@@ -40,7 +41,7 @@ class PromptScorer:
             rows = slice(start, min(start + ROWS_AT_ONCE, len(targets)))
             logits = head(hidden[rows]).float()
             scale = torch.full((len(logits), 1), self.temperature, device=logits.device)
-            self._add(torch.log_softmax(logits / scale, dim=-1), targets[rows])
+            self._add(log_softmax(logits / scale), targets[rows])
 
     def result(self) -> PromptLogprobs:
         """Return the accumulated scores."""

@@ -17,7 +17,8 @@ from torch import Tensor
 from prime_rl.inference.embedded.sequence import Sequence
 from prime_rl.inference.engine import SamplingParams, TopLogprobs
 from rollouts.kernels import cpu as cpu_kernels
-from rollouts.training.sampling import invert_cdf, top_tokens, uniform
+from rollouts.kernels.log_softmax import log_softmax
+from rollouts.training.sampling import sample_tokens, top_tokens, uniform
 from rollouts.training.sampling_support import encode_supports
 
 _MASK64 = (1 << 64) - 1
@@ -113,7 +114,7 @@ def sample(
     """Sample one token per row; `positions` are those of the sampled tokens, `noise` is that of `draw_noise`.
 
     `log_softmax(logits / temperature)` in fp32 is the trainer's expression, so equal logits give bitwise equal results.
-    Overwrites `logits`: a real vocabulary has 25 MB of them at 128 rows.
+    May overwrite `logits`: a real vocabulary has 25 MB of them at 128 rows.
     """
     scores = logits.float()
     blocked_rows, blocked_tokens, until = batch.blocked
@@ -124,32 +125,19 @@ def sample(
         scores[blocked_rows[still], blocked_tokens[still]] = float("-inf")
     if batch.temperature is not None:  # division by 1 changes no bit
         scores.div_(batch.temperature)
-    logprobs = torch.log_softmax(scores, dim=-1, out=scores)
     supports: dict[int, bytes] = {}
     if batch.filtered:
         params = [batch.rows[row].params for row in batch.filtered]
-        logprobs[batch.filtered] = filtered = filter_logprobs(logprobs[batch.filtered], params)
+        scores[batch.filtered] = filtered = filter_logprobs(log_softmax(scores[batch.filtered]), params)
         if wanted := [i for i, p in enumerate(params) if p.return_support]:
             encoded = encode_supports(filtered[wanted] > float("-inf"))
             supports = dict(zip([batch.filtered[i] for i in wanted], encoded, strict=True))
-    noise = draw_noise(batch, positions, logprobs.device) if noise is None else noise
-    tokens = _choose(logprobs, batch, noise)
-    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    noise = draw_noise(batch, positions, scores.device) if noise is None else noise
+    tokens, logprobs = sample_tokens(scores, noise, batch.greedy)
     if not batch.top_logprobs:
-        return SamplerOutput(tokens, chosen, None, None, supports)
-    values, ids = top_tokens(logprobs, batch.top_logprobs)
-    return SamplerOutput(tokens, chosen, ids, values, supports)
-
-
-def _choose(
-    logprobs: Float[Tensor, "rows vocab"], batch: SamplingBatch, noise: Float[Tensor, " rows"] | None
-) -> Int[Tensor, " rows"]:
-    if noise is None:
-        return top_tokens(logprobs, 1)[1][:, 0]
-    tokens = invert_cdf(logprobs, noise)
-    if batch.greedy is None:
-        return tokens
-    return torch.where(batch.greedy, top_tokens(logprobs, 1)[1][:, 0], tokens)
+        return SamplerOutput(tokens, logprobs, None, None, supports)
+    values, ids = top_tokens(log_softmax(scores), batch.top_logprobs)
+    return SamplerOutput(tokens, logprobs, ids, values, supports)
 
 
 def adjust_logits(logits: Float[Tensor, " vocab"], row: Sequence) -> None:
@@ -171,18 +159,18 @@ def adjust_logits(logits: Float[Tensor, " vocab"], row: Sequence) -> None:
 
 
 def filter_logprobs(logprobs: Float[Tensor, "rows vocab"], params: list[SamplingParams]) -> Float[Tensor, "rows vocab"]:
-    """Filter by `min_p`, `top_k` and then `top_p`, and renormalize; at least one token remains."""
+    """Minus infinity for what `min_p`, `top_k` and then `top_p` exclude; at least one token of each row remains."""
     vocab, device = logprobs.shape[1], logprobs.device
     min_p, top_p = torch.tensor([(p.min_p, p.top_p) for p in params], dtype=torch.float32, device=device).T.contiguous()
     top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params], device=device)
     if cpu_kernels.runs_here(logprobs):
         filtered = logprobs.clone(memory_format=torch.contiguous_format)
         cpu_kernels.filter_logprobs_(filtered, min_p, top_k, top_p)
-        return torch.log_softmax(filtered, dim=-1)
+        return filtered
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=device)
     keep = (rank < top_k[:, None]) & (ordered >= ordered[:, :1] + min_p.log()[:, None])
     probs = torch.softmax(ordered.masked_fill(~keep, float("-inf")).double(), dim=-1)
     keep &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (rank == 0)
     ordered = ordered.masked_fill(~keep, float("-inf"))
-    return torch.log_softmax(torch.empty_like(logprobs).scatter_(1, order, ordered), dim=-1)
+    return torch.empty_like(logprobs).scatter_(1, order, ordered)

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rollouts.kernels.linear import input_gradient, linear, multiply_wide, weight_gradient, widens
+from rollouts.kernels.log_softmax import log_softmax
 from rollouts.kernels.select import HeadKernels, find_head_kernels
 from rollouts.training.numerics import count_chunks
 from rollouts.training.sampling_support import Support
@@ -143,8 +144,9 @@ def compute_label_logprobs(
     """Log-prob of each label, in fp32 or better; 0 for the ignored label -100."""
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels have shape {list(labels.shape)}, logits {list(logits.shape)}: they must agree")
-    flat = torch.nn.functional.cross_entropy(_wide(logits).flatten(0, -2), labels.flatten(), reduction="none")
-    return -flat.view(labels.shape)
+    rows = torch.where(labels == -100, 0, labels)
+    logprobs = log_softmax(_wide(logits)).gather(-1, rows[..., None]).squeeze(-1)
+    return logprobs.masked_fill(labels == -100, 0.0)
 
 
 def compute_entropy(logits: Float[Tensor, "batch seq vocab"]) -> Float[Tensor, "batch seq"]:
@@ -186,7 +188,7 @@ def _log_softmax(
 
 def _normalize(scaled: Tensor, part: VocabPart | None) -> Tensor:
     if part is None:
-        return torch.log_softmax(scaled, dim=-1)
+        return log_softmax(scaled)
     scaled = scaled - part.max(scaled.amax(-1, keepdim=True))
     return scaled - part.sum(scaled.exp().sum(-1, keepdim=True)).log()
 

@@ -48,7 +48,8 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_nam
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.weights import digest_tensor
-from rollouts.training.sampling import invert_cdf, uniform
+from rollouts.kernels.log_softmax import log_softmax
+from rollouts.training.sampling import sample_tokens, uniform
 
 MODEL_DIR = resolve_model_dir("tiny-qwen3")
 TOKENIZER = load_tokenizer("tiny-qwen3")
@@ -75,7 +76,7 @@ def trainer_logprobs(
     attend = RoundedAttention(PackedAttention([len(tokens)]), kept)
     with torch.no_grad():
         hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
-        return torch.log_softmax(model.logits(hidden).float() / torch.full((len(tokens), 1), temperature), dim=-1)
+        return log_softmax(model.logits(hidden).float() / torch.full((len(tokens), 1), temperature))
 
 
 def request(prompt: list[int], **params: Any) -> GenerationRequest:
@@ -709,7 +710,7 @@ def draw(logits: Tensor, params: SamplingParams, tokens: list[int] | None = None
 def test_sampled_frequencies_follow_the_distribution() -> None:
     probs = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0])
     noise = uniform(np.arange(20000, dtype=np.uint64), np.full(20000, 11))
-    tokens = invert_cdf(probs.log().expand(20000, -1), torch.from_numpy(noise))
+    tokens = sample_tokens(probs.log().expand(20000, -1), torch.from_numpy(noise))[0]
     counts = torch.bincount(tokens, minlength=5) / 20000
     assert torch.allclose(counts, probs, atol=0.015)
     assert counts[4] == 0
@@ -720,15 +721,15 @@ def test_sampled_frequencies_follow_the_distribution() -> None:
 
 def test_the_last_possible_noise_draws_a_possible_token() -> None:
     logprobs = torch.tensor([[0.3, 0.7, 0.0, 0.0]]).log()
-    assert invert_cdf(logprobs, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 1
-    assert invert_cdf(logprobs, torch.tensor([0.0], dtype=torch.float64)).item() == 0
+    assert sample_tokens(logprobs, torch.tensor([1 - 2**-53], dtype=torch.float64))[0].item() == 1
+    assert sample_tokens(logprobs, torch.tensor([0.0], dtype=torch.float64))[0].item() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_drawing_leaves_the_logprobs_as_they_are(dtype: torch.dtype) -> None:
     logprobs = torch.tensor([[0.25, 0.75]], dtype=dtype).log()
     before = logprobs.clone()
-    invert_cdf(logprobs, torch.tensor([0.5], dtype=torch.float64))
+    sample_tokens(logprobs, torch.tensor([0.5], dtype=torch.float64))
     assert torch.equal(logprobs, before)
 
 
@@ -747,7 +748,7 @@ def test_drawing_leaves_the_logprobs_as_they_are(dtype: torch.dtype) -> None:
 def test_filters_renormalize_over_the_kept_tokens(params: dict[str, Any], kept: list[int]) -> None:
     probs = torch.tensor([0.4, 0.3, 0.2, 0.1])
     order = torch.tensor([2, 0, 3, 1])  # not sorted, so that ranks must be carried back
-    filtered = filter_logprobs(probs[order].log()[None], [SamplingParams(max_tokens=1, **params)])[0].exp()
+    filtered = torch.softmax(filter_logprobs(probs[order].log()[None], [SamplingParams(max_tokens=1, **params)])[0], -1)
     expected = torch.zeros(4)
     expected[kept] = probs[kept] / probs[kept].sum()
     assert torch.allclose(filtered, expected[order], atol=1e-6)

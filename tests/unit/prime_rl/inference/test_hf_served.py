@@ -14,6 +14,7 @@ from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.hf_model import HFCausalLM
 from prime_rl.trainer.models.registry import load_causal_lm
+from rollouts.kernels.log_softmax import log_softmax
 
 SHAPE = dict(
     vocab_size=320,
@@ -86,7 +87,7 @@ def score_by_trainer(model: CausalLM, outputs: list[Output]) -> list[torch.Tenso
     ids = torch.tensor([token for text in texts for token in text])
     positions = torch.cat([torch.arange(n) for n in lengths])
     logits = model.logits(model(ids, positions, PackedAttention(lengths))).split(lengths)
-    rows = [torch.log_softmax(x.float(), -1)[len(o.request.prompt) - 1 : -1] for x, o in zip(logits, outputs)]  # noqa: B905
+    rows = [log_softmax(x.float())[len(o.request.prompt) - 1 : -1] for x, o in zip(logits, outputs)]  # noqa: B905
     return [x.gather(1, torch.tensor(o.token_ids)[:, None])[:, 0] for x, o in zip(rows, outputs, strict=True)]
 
 

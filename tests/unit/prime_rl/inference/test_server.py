@@ -40,6 +40,7 @@ from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.weights import publish_weights
+from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.weight_sync import PrimeEngine
 
 MODEL_DIR = resolve_model_dir("tiny-qwen3")
@@ -69,7 +70,7 @@ def trained_logprobs(model: CausalLM, prompt: list[int], ids: list[int]) -> list
     tokens = prompt + ids
     with torch.no_grad():
         hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention([len(tokens)]))
-        logprobs = torch.log_softmax(model.logits(hidden).float() / torch.ones(len(tokens), 1), dim=-1)
+        logprobs = log_softmax(model.logits(hidden).float() / torch.ones(len(tokens), 1))
     rows = torch.arange(len(prompt), len(tokens)) - 1
     return [float(value) for value in logprobs[rows, torch.tensor(ids)]]
 

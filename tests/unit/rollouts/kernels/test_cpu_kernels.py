@@ -24,7 +24,8 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.linear import linear
-from rollouts.training.sampling import invert_cdf, top_tokens
+from rollouts.kernels.log_softmax import log_softmax
+from rollouts.training.sampling import sample_tokens, top_tokens
 
 needs_kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
 SIZES = [(5, 64), (33, 256), (7, 40), (3, 17), (300, 128)]
@@ -130,18 +131,51 @@ def test_sampling_equals_torch(vocab: int, threads: int, monkeypatch: pytest.Mon
         for min_p in (0.0, 0.05)
     ]
 
-    def run() -> tuple[Tensor, Tensor, Tensor]:
-        return invert_cdf(logprobs, noise), filter_logprobs(logprobs, filters), top_tokens(logprobs, 4)[0]
+    greedy = torch.arange(24) % 7 == 6
 
-    actual = run()
+    def run() -> tuple[Tensor, ...]:
+        drawn, best = sample_tokens(logits, noise, greedy), sample_tokens(logits, None)
+        return drawn[0], best[0], filter_logprobs(logprobs, filters), top_tokens(logprobs, 4)[0], drawn[1], best[1]
+
+    *actual, of_drawn, of_best = run()
     values, tokens = top_tokens(logprobs, 4)
     assert torch.equal(top_tokens(logprobs, 1)[1], logprobs.argmax(-1, keepdim=True))
-    alone = [invert_cdf(logprobs[i : i + 1], noise[i : i + 1])[0] for i in range(24)]
+    alone = [sample_tokens(logits[i : i + 1], noise[i : i + 1], greedy[i : i + 1])[0][0] for i in range(24)]
+    table = log_softmax(logits)
+    assert torch.equal(table.gather(1, actual[0][:, None])[:, 0], of_drawn)
+    assert torch.equal(table.gather(1, actual[1][:, None])[:, 0], of_best)
     monkeypatch.setattr(cpu_kernels, "runs_here", lambda *_: False)
-    for mine, expected in zip(actual, run(), strict=True):
-        assert torch.equal(mine, expected)
+    *expected, torch_drawn, torch_best = run()
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    torch.testing.assert_close((of_drawn, of_best), (torch_drawn, torch_best), rtol=1e-6, atol=1e-5)
     assert torch.equal(torch.stack(alone), actual[0])
     assert torch.equal(logprobs.gather(1, tokens), values)
+    assert (actual[0][greedy] == actual[1][greedy]).all() and (actual[0][~greedy] != actual[1][~greedy]).any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [5, 320, 4097])
+def test_log_softmax(size: int) -> None:
+    """Close to fp64 even for large logits, in place too, with torch's gradient, and NaN only in rows that have one."""
+    logits = draw(9, size) * 30 + 500
+    logits[1, size // 2 :] = float("-inf")
+    expected = torch.log_softmax(logits.double(), -1)
+    actual = log_softmax(logits)
+    kept = expected > float("-inf")
+    error = (actual - expected)[kept].abs() / expected[kept].abs().clamp(min=1)
+    assert error.max() < 2e-7
+    assert (actual[1, size // 2 :] == float("-inf")).all()
+    weights = draw(9, size)
+    grads = []
+    for function in (log_softmax, lambda x: torch.log_softmax(x, -1)):
+        x = (logits[2:] - 500).requires_grad_()
+        (function(x) * weights[2:]).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-6)
+    assert torch.equal(cpu_kernels.log_softmax(logits, out=logits), actual)
+    logits[3, 2], logits[4] = float("nan"), float("-inf")
+    assert log_softmax(logits).isnan().any(1).tolist() == [False] * 3 + [True] * 2 + [False] * 4
 
 
 @needs_kernels
@@ -150,9 +184,9 @@ def test_a_row_of_nan_does_not_stop_sampling() -> None:
     logprobs[1] = float("nan")
     params = [SamplingParams(max_tokens=1, top_k=3, top_p=0.9, min_p=0.1)] * 2
     filtered = filter_logprobs(logprobs, params)
-    tokens = invert_cdf(filtered, torch.tensor([0.5, 0.5], dtype=torch.float64))
-    assert filtered[0].exp().sum() == pytest.approx(1)
-    assert 0 <= int(tokens[1]) < 100 and filtered[1, tokens[1]].isnan()
+    tokens, chosen = sample_tokens(filtered, torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert 0 <= int(tokens[1]) < 100
+    assert chosen.isnan().tolist() == [False, True]
 
 
 @needs_kernels
@@ -359,7 +393,7 @@ def trainer_logprobs(model: CausalLM, output: Output, dtype: torch.dtype = torch
     with torch.no_grad():
         hidden = model.float()(tokens, torch.arange(len(tokens)), attend)[start - 1 : -1]
         logits = linear(hidden, model.lm_head.weight).float()
-        return torch.log_softmax(logits, -1).gather(1, tokens[start:, None]).squeeze(1)
+        return log_softmax(logits).gather(1, tokens[start:, None]).squeeze(1)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
