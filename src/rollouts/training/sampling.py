@@ -56,7 +56,10 @@ def top_tokens(
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1) with 53 random bits, one per (seed, position) (SplitMix64, Steele et al. 2014)."""
+    """Numbers in [0, 1) with 53 random bits, one per (seed, position) (SplitMix64, Steele et al. 2014).
+
+    Seeds and positions are broadcast.
+    """
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -29,6 +29,9 @@ from prime_rl.inference.embedded.scheduler import ScheduledBatch
 from prime_rl.inference.embedded.sequence import Sequence
 from rollouts.training.sampling_support import decode_supports
 
+NOISE_STEPS = 16
+"""Steps whose random numbers are drawn at once, and copied to a GPU at once."""
+
 
 class DecodeBatch:
     """The running sequences and their drafts as vectors, reused across steps while the batch is unchanged.
@@ -55,6 +58,18 @@ class DecodeBatch:
         self.sampling = build_sampling_batch([batch.sequences[slot] for slot in slots], device)
         self.slots = np.array([*slots, *range(slots[-1] + 1, slots[-1] + 1 + rows - self.num)], dtype=np.int64)
         self.backend: DecodeBackend | None = None
+        self._noise: list[Tensor] = []
+        self._steps = 1 if batch.drafts else NOISE_STEPS  # a batch with drafts is not reused
+
+    def draw_noise(self) -> Float[Tensor, " num"] | None:
+        """The random numbers of this step, drawn for several steps at once; None if all rows are greedy."""
+        if not self._noise:
+            positions = self.positions[: self.num] + np.arange(self._steps, 0, -1)[:, None]
+            noise = draw_noise(self.sampling, positions, self.tokens.device)
+            if noise is None:
+                return None
+            self._noise = list(noise)
+        return self._noise.pop()
 
     def advance(self, tokens: Int[Tensor, " num"]) -> None:
         """Set the sampled tokens as inputs of the next step."""
@@ -175,10 +190,9 @@ class ModelRunner:
             self.batch = current
         if current.backend is None or not current.backend.fits(current.positions):
             current.backend = self._select_backend(current, batch.sequences)
-        positions = current.positions[: current.num] + 1
-        noise = draw_noise(current.sampling, positions, self._device)  # first: a copy to a GPU would wait for the step
+        noise = current.draw_noise()  # first: a copy to a GPU would wait for the step
         logits = current.backend(current.tokens, current.positions)[: current.num]
-        sampled = sample(logits, current.sampling, positions, noise)
+        sampled = sample(logits, current.sampling, current.positions[: current.num] + 1, noise)
         current.advance(sampled.tokens)
         return sampled
 

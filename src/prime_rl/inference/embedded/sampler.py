@@ -100,8 +100,8 @@ def _build_blocked(rows: list[Sequence]) -> tuple[NDArray[np.int64], NDArray[np.
 
 def draw_noise(
     batch: SamplingBatch, positions: NDArray[np.int64], device: torch.device
-) -> Float[Tensor, " rows"] | None:
-    """The random numbers of every row for the tokens at `positions`; None if all rows are greedy."""
+) -> Float[Tensor, "*steps rows"] | None:
+    """The random numbers of every row for the tokens at `positions [*steps, rows]`; None if all rows are greedy."""
     return None if batch.all_greedy else torch.from_numpy(uniform(batch.seeds, positions)).to(device)
 
 
