@@ -105,15 +105,14 @@ class EmbeddedEngine(InProcessEngineMixin):
         self.max_cache_tokens = max(max_cache_tokens or self._default_cache_tokens(max_running), smallest)
         records = recorder is not None and decoder.is_static
         is_paged = find_decode_kernels(model.config, device) is not None if records else decoder.fused is not None
-        max_cached = None if is_paged else self.max_cache_tokens  # pages are limited by their block manager
+        num_kept = self._default_prefix_tokens() if max_prefix_cache_tokens is None else max_prefix_cache_tokens
+        max_cached = self.max_cache_tokens + (num_kept if is_paged else 0)  # others copy what they keep
         cache = KVCache(self._cache_config, self.dtype, device, max_running, max_cached)
         graphs = None
         if recorder is not None and records:
             assert not exact, "CUDA graphs may differ in the last bits"
             graphs = GraphDecoder(decoder, cache, recorder, self.max_model_len + 1)
-        self._prefixes = PrefixIndex(
-            self._default_prefix_tokens() if max_prefix_cache_tokens is None else max_prefix_cache_tokens
-        )
+        self._prefixes = PrefixIndex(num_kept)
         shares = enable_prefix_caching and not model.recomputes
         self._blocks: BlockManager = (
             PagedBlocks(cache, self._prefixes, shares, self.max_cache_tokens)

@@ -21,6 +21,8 @@ from rollouts.training.numerics import KEY_BLOCK
 
 BLOCK = KEY_BLOCK
 FIRST_PAGES = 16
+GROWTH = (2, 1.5, 1.25, 1.125)
+"""A block grows to so many times its needs, the first of which fits into `max_tokens`, or else to its needs."""
 
 
 TokenRows = list[tuple[int, Tensor | None, Tensor]]
@@ -30,11 +32,11 @@ TokenRows = list[tuple[int, Tensor | None, Tensor]]
 class KVCache:
     """`blocks[j]` is `[2, layers, pages, kv_heads, BLOCK, head_dim]`: keys, then values.
 
-    All blocks together hold at most `max_tokens` positions, if that is given.
+    All blocks together hold at most `max_tokens` positions, unless more are required.
     """
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int | None
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int
     ) -> None:
         self.max_slots, self.max_tokens = max_slots, max_tokens
         self.generation = 0
@@ -55,24 +57,27 @@ class KVCache:
         """Number of pages of every block."""
         return [block.shape[2] for block in self.blocks]
 
-    def reserve(self, need: list[int], longest: int) -> bool:
+    def reserve(self, need: list[int], longest: int, required: bool = False) -> bool:
         """Allocate `need[j]` pages of each block, if the longest sequence has `longest` positions.
 
-        False without changes if `max_tokens` is exceeded. If memory is short, pages beyond `need` are freed.
+        False without changes if `max_tokens` is exceeded, unless they are `required`. If memory is short, pages beyond
+        `need` are freed.
         """
         have = self.num_pages
         if len(need) <= len(have) and all(n <= h for n, h in zip(need, have, strict=False)):
             return True
-        if self.max_tokens is not None and sum(need) * BLOCK > self.max_tokens:
+        if sum(need) * BLOCK > self.max_tokens and not required:
             return False
         have += [0] * (len(need) - len(have))
-        # Grow by doubling; if memory is short, allocate exactly what is needed and free unused blocks.
-        target = [h if n <= h else max(n, min(2 * n, self.max_slots), FIRST_PAGES) for n, h in zip(need, have)]  # noqa: B905
-        target += have[len(need) :]
-        if self.max_tokens is not None and sum(target) * BLOCK > self.max_tokens:
-            target = need
-        self._resize(target, need, longest)
+        targets = [self._grown(need, have, factor) + have[len(need) :] for factor in GROWTH]
+        fitting = (target for target in targets if sum(target) * BLOCK <= self.max_tokens)
+        self._resize(next(fitting, need), need, longest)
         return True
+
+    def _grown(self, need: list[int], have: list[int], factor: float) -> list[int]:
+        """The pages of the blocks in `need`, where one that must grow gets `factor` times what it needs."""
+        room = [max(n, min(int(factor * n), self.max_slots), FIRST_PAGES) for n in need]
+        return [h if n <= h else r for n, h, r in zip(need, have, room)]  # noqa: B905
 
     def read(self, page: int, length: int) -> Tensor:
         """A copy of the first `length` positions in this page of every block, `[2, layers, kv_heads, length, dim]`."""
@@ -145,28 +150,42 @@ class KVCache:
             self.blocks[j].flatten(2, 4).index_copy_(2, rows, chosen.flatten(2, 3))
 
     def _resize(self, target: list[int], used: list[int], longest: int) -> None:
-        blocks = []
-        for j, pages in enumerate(target):
-            old = self.blocks[j] if j < len(self.blocks) else None
-            if old is not None and old.shape[2] == pages:
-                blocks.append(old)
-                continue
-            # Zeros, not empty memory: 0 * NaN would not be 0.
-            shape = (2, self._layers, pages, self._heads, BLOCK, self._dim)
-            # Short sequences do not fill the first block; sequences with further blocks are long, and mostly fill them.
-            new = zeros(shape, self._dtype, self._device, huge_pages=j > 0)
-            if old is not None and (kept := min(pages, old.shape[2], used[j] if j < len(used) else 0)):
-                width = min(longest - j * BLOCK, BLOCK)  # further positions are unused: leave their pages untouched
-                new[:, :, :kept, :, :width] = old[:, :, :kept, :, :width]
-            blocks.append(new)
-        while blocks and blocks[-1].shape[2] == 0:
-            blocks.pop()
-        self.blocks = blocks
+        """Replace the blocks one after the other, the smaller ones first, so that old and new ones do not add up."""
+        self._rows.clear()
+        self.blocks += [self._allocate(j, 0) for j in range(len(self.blocks), len(target))]
+        growth = [pages - block.shape[2] for pages, block in zip(target, self.blocks, strict=False)]
+        for j in sorted((j for j, more in enumerate(growth) if more), key=growth.__getitem__):
+            kept = min(target[j], self.blocks[j].shape[2], used[j] if j < len(used) else 0)
+            width = min(longest - j * BLOCK, BLOCK)  # further positions are unused: leave their pages untouched
+            self._replace(j, target[j], kept, width)
+        del self.blocks[len(target) :]
+        while self.blocks and self.blocks[-1].shape[2] == 0:
+            self.blocks.pop()
         self._rows = [
-            [(c[0, i].view(-1, self._dim), c[1, i].view(-1, self._dim)) for i in range(self._layers)] for c in blocks
+            [(c[0, i].view(-1, self._dim), c[1, i].view(-1, self._dim)) for i in range(self._layers)]
+            for c in self.blocks
         ]
         self._addresses = None
         self.generation += 1
+
+    def _replace(self, j: int, pages: int, kept: int, width: int) -> None:
+        """Give block j another number of pages, of which the first `width` positions of `kept` pages are copied."""
+        held = self.blocks[j][:, :, :kept, :, :width]
+        try:
+            new = self._allocate(j, pages)
+        except torch.OutOfMemoryError:  # of a GPU, where old and new pages do not fit together
+            held = held.cpu()
+            self.blocks[j] = self._allocate(j, 0)
+            new = self._allocate(j, pages)
+        if kept and width > 0:
+            new[:, :, :kept, :, :width] = held
+        self.blocks[j] = new
+
+    def _allocate(self, j: int, pages: int) -> Tensor:
+        shape = (2, self._layers, pages, self._heads, BLOCK, self._dim)
+        # Zeros, not empty memory: 0 * NaN would not be 0. Short sequences do not fill the first block; sequences with
+        # further blocks are long, and mostly fill them.
+        return zeros(shape, self._dtype, self._device, huge_pages=j > 0)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, huge_pages: bool = True) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -96,20 +98,28 @@ class PagedBlocks(BlockManager):
         super().__init__(cache, prefixes, enable_prefix_caching)
         prefixes.on_removal = self._drop
         self._pool, self._max_pages, self._longest = PagePool(), max_tokens // BLOCK, 1
+        self._promised: list[int] = []  # pages of every block that `reserve` has allocated for the next pass
         assert self._pool.take(0) == PADDING
         self._reserve([0])
 
     def reserve(self, seqs: Seq[Sequence], rows: int = 0) -> bool:
-        """As `BlockManager`: what sequences may share later counts for each of them."""
+        """As `BlockManager`: the full blocks of equal prompts, which will be shared, count once."""
         new: list[int] = []
+        prompts: set[Hashable] = set()
         for seq in seqs:
             have, need = len(seq.pages), num_blocks(len(seq.tokens) + 1)
+            if self.enable_prefix_caching and not seq.wants_scores:
+                prompt = (seq.cache_namespace, seq.epoch if seq.slot >= 0 else self._epoch, seq.prompt_key)
+                if not have and prompt in prompts:
+                    have = seq.num_prompt // BLOCK
+                prompts.add(prompt)
             new += [0] * (need - len(new))
             for j in range(have, need):
                 new[j] += 1
         if self._pool.num_used + sum(new) > self._max_pages:
             return False
         self._longest = max([self._longest, *(len(seq.tokens) + 1 for seq in seqs)])
+        self._promised = []
         self._reserve(new)
         return True
 
@@ -123,6 +133,8 @@ class PagedBlocks(BlockManager):
         """As `BlockManager`, and give the sequence the memory of its tokens and the next one."""
         if not super().prepare(seq):
             return False
+        have, need = len(seq.pages), num_blocks(len(seq.tokens) + 1)
+        self._reserve([0] * have + [1] * (need - have))  # more than is promised if that of an equal prompt was removed
         self._allocate(seq)
         return True
 
@@ -192,8 +204,9 @@ class PagedBlocks(BlockManager):
         seq.pages, seq.num_shared_blocks = [], 0
 
     def _reserve(self, new: list[int]) -> None:
-        fits = self.cache.reserve(self._pool.count_needed(new), self._longest)
-        assert fits, "the limit is that of running sequences"
+        needed = self._pool.count_needed(new)
+        self._promised = [max(each) for each in itertools.zip_longest(needed, self._promised, fillvalue=0)]
+        self.cache.reserve(self._promised, self._longest, required=True)
 
 
 def _build_tables(seqs: Seq[Sequence], blocks: int, rows: int = 0) -> NDArray[np.int32]:
