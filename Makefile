@@ -136,7 +136,7 @@ test-all: test-extras $(PEERS_STAMP) $(VLLM_STAMP)  ## install all test dependen
 test-vllm: $(VLLM_STAMP)  ## create .venv-vllm with a real vLLM, then run the tests against it (many minutes)
 	@echo "==> tests against a real vLLM: $$($(VLLM_PY) -c 'import vllm; print(vllm.__version__)' 2>/dev/null)"
 	@$(VLLM_PY) -m pytest tests/integration/test_vllm.py tests/integration/test_vllm_exports.py \
-	  tests/integration/test_vllm_backend.py tests/integration/test_vllm_sampling.py
+	  tests/integration/test_vllm_runs.py tests/integration/test_vllm_sampling.py
 
 $(VLLM_STAMP): dev/install_vllm.py pyproject.toml
 	@rm -f $(VLLM_STAMP)

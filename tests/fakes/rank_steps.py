@@ -1,4 +1,4 @@
-"""One rank of `test_ranks`: trains three steps in several ways and, as rank 0, writes parameters and statistics."""
+"""One rank of `test_two_ranks`: trains three steps in several ways and, as rank 0, writes parameters and statistics."""
 
 from __future__ import annotations
 

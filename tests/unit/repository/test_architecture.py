@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,12 @@ def test_test_names_are_short() -> None:
             if name.startswith("test_") and len(name) > MAX_TEST_NAME:
                 errors.append(f"{path.relative_to(ROOT)}:{node.lineno} {name} has {len(name)} characters")
     _fail_with(errors)
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Else pytest collects one of them, and fails with the others."""
+    counts = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    _fail_with([f"{name}: there are {num}" for name, num in counts.items() if num > 1])
 
 
 def test_architecture_page_is_current() -> None:

@@ -54,7 +54,7 @@ def test_blocks_grow_by_less_near_the_limit() -> None:
     assert cache.reserve([150, 55], BLOCK + 1, required=True) and cache.num_pages == [150, 55]
 
 
-def test_blocks_are_moved_through_the_memory_of_the_cpu_when_a_gpu_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_moves_blocks_through_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device on which half of the blocks does not fit twice: contents stay, and what is allocated always fits."""
     cache = build_cache(max_slots=1000, max_tokens=120 * BLOCK)
     allocate, room, peak = kv_cache.zeros, 130, 0

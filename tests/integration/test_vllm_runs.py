@@ -546,7 +546,7 @@ def test_a_teacher_on_vllm_is_a_plain_forward_under_the_context(pair: Pair, args
             "client": ours,
             "model": {"name": "tiny-qwen3"},
             "teacher_model": {"context": CONTEXT, "client": theirs, "model": {"name": "tiny-qwen3"}},
-            "env": [{"id": "test_vllm_backend:build_rows", "name": "rows"}],
+            "env": [{"id": "test_vllm_runs:build_rows", "name": "rows"}],
             "batch_size": 2,
             "rollouts_per_example": 2,
             # A turn ends by a token, sooner or later: one that is cut off has no next one.
@@ -562,7 +562,7 @@ def test_a_teacher_on_vllm_is_a_plain_forward_under_the_context(pair: Pair, args
     tools = [TOOL] if args.get("tools") else None
     text = tokenizer.apply_chat_template(reported, tools=tools, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer.encode(text, add_special_tokens=False)
-    samples, _ = roll_out(config, load_environment("test_vllm_backend:build_rows", args))
+    samples, _ = roll_out(config, load_environment("test_vllm_runs:build_rows", args))
     assert len(samples) == 2
     for sample in samples:
         start = sample.loss_mask.index(1.0)
