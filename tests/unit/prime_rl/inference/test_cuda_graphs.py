@@ -429,7 +429,7 @@ def test_step_has_no_device_sync_and_no_foreign_tensor() -> None:
     runner = PreparedDecoder(build_model(0).to(meta), False, torch.float32)
     cache = KVCache(runner.model.config, torch.float32, meta, 8, 64 * BLOCK)
     assert cache.reserve([8, 8], 2 * BLOCK) and runner.addresses(512) and runner.min_rows == 1
-    step, tape = CapturedStep(runner, cache, Buffers(runner, cache), 8, 2, 512), Tape()
+    step, tape = CapturedStep(runner, cache, Buffers(runner, cache, 512), 8, 2, 512), Tape()
     with tape:
         assert step().shape == (8, 97)
     assert {t.device for call in tape.calls for t in tree_iter(call) if isinstance(t, Tensor)} == {meta}

@@ -113,7 +113,7 @@ def test_what_sequences_share_counts_once_in_their_limit() -> None:
 
 
 @needs_kernels
-def test_memory_of_a_group_is_allocated_once_and_without_what_it_shares() -> None:
+def test_memory_of_a_group_is_allocated_once() -> None:
     engine, blocks = build_engine(speculation=False)
     add_group(engine, draw_prompt(2 * BLOCK + 1), [60] * 40)
     generations = set()
@@ -125,7 +125,7 @@ def test_memory_of_a_group_is_allocated_once_and_without_what_it_shares() -> Non
 
 
 @needs_kernels
-def test_a_group_goes_on_without_the_sequence_that_computes_its_prompt() -> None:
+def test_a_group_goes_on_without_its_first_sequence() -> None:
     """The next one takes its place, and the memory that was counted for the first one."""
     engine, blocks = build_engine(max_num_batched_tokens=BLOCK, speculation=False)
     add_group(engine, draw_prompt(3 * BLOCK), [20] * 30)

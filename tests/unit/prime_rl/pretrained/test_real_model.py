@@ -28,6 +28,7 @@ from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.canary import Canary, compare_canary
 from prime_rl.transport.weights import publish_weights, read_manifest
 from rollouts.kernels.linear import linear
+from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.batching import pack_samples
 from rollouts.training.rl_losses import nll_loss
 from rollouts.training.tensor_files import save_tensors
@@ -83,7 +84,7 @@ def test_sampled_log_probs_equal_the_trainers(directory: Path) -> None:
         tokens = torch.tensor(prompt + sampled)
         hidden = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)], mode="exact"))
         logits = linear(hidden, model.lm_head.weight)  # the product of the losses, whatever the number of rows
-        expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        expected = log_softmax(logits[len(prompt) - 1 : -1])
         found = expected.gather(1, torch.tensor(sampled)[:, None]).squeeze(1)
         assert torch.equal(found, torch.tensor(logprobs))
         num_tokens += len(sampled)
