@@ -77,7 +77,7 @@ test-extras: $(EXTRAS_STAMP)  ## setup, then install the packages and the browse
 	@$(PY) dev/install_system.py chromium
 
 $(EXTRAS_STAMP): $(STAMP)
-	@echo "==> installing trackers and playwright, versions of constraints.txt"
+	@echo "==> installing trackers, playwright and Triton, versions of constraints.txt"
 	@$(PY) -m pip install --disable-pip-version-check --no-compile --progress-bar off -e '.[test]' -c constraints.txt \
 	  > .venv/install-extras.log 2>&1 \
 	  || { tail -n 15 .venv/install-extras.log; echo "error: pip failed: .venv/install-extras.log"; exit 1; } >&2

@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "outputs" / "test-all"
 NEEDS_GPU = "no GPU"
-VLLM = [f"tests/integration/test_vllm{suffix}.py" for suffix in ("", "_exports", "_backend")]
+VLLM = [f"tests/integration/test_vllm{suffix}.py" for suffix in ("", "_exports", "_runs", "_sampling")]
 PEERS = [
     "tests/unit/rollouts/test_loss_oracles.py",
     "tests/unit/rollouts/test_library_losses.py",

@@ -73,7 +73,7 @@ def run(requests: list[GenerationRequest], has_pages: bool, **options: Any) -> l
 def test_flash_prefill_equals_gathered_attention(budget: int, has_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in one or several chunks, alone and together, some with a shared prefix."""
     if importlib.util.find_spec("triton") is None:
-        pytest.skip("no triton; cure: pip install triton (Linux)")
+        pytest.skip("no triton; cure: make test-extras")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     from rollouts.kernels import gpu
 

@@ -88,7 +88,7 @@ def test_invariants_under_random_schedules_and_faults(
     assert checks > 20 * NUM_SCHEDULES / 4
 
 
-@pytest.mark.parametrize("max_steps", [12, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_steps", [12, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_token_accounts_cover_every_fate(max_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Filters, failures, retries and overlong samples, checked at every pause; slow: 100,000 rollouts and more."""
     config = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if importlib.util.find_spec("triton") is None:
-    pytest.skip("no triton; cure: pip install triton (Linux)", allow_module_level=True)
+    pytest.skip("no triton; cure: make test-extras", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 
 from rollouts.kernels import gpu_head, select
