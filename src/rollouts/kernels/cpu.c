@@ -368,6 +368,8 @@ void softmax(float *scores, int64_t rows, int64_t size) {
 
 /* sampling -------------------------------------------------------------------------------------------------------- */
 
+#define LEAST (-1e4f) /* instead of a log-prob of minus infinity, whose product with 0 is not a number */
+
 enum {
   PART = 256,        /* tokens of a row that are summed or compared at once, a multiple of all vector widths */
   MAX_PARTS = 1024,
@@ -441,20 +443,38 @@ ALWAYS int64_t part_of(int64_t size) {
   return part <= PART ? PART : (part + PART - 1) / PART * PART;
 }
 
-/* Sums of exp(x - most) over the parts of a row up to each of them, in fp64; returns that of all. */
-static double sum_parts(const float *row, float most, double *ends, int64_t size) {
-  int64_t part = part_of(size);
+/* A row of logits, in bf16 if `narrow`, that `divides` tells to divide by the temperature. */
+typedef struct {
+  const void *logits;
+  int64_t size;
+  float temperature;
+  int divides, narrow;
+} Row;
+
+ALWAYS vec load_scaled(const Row *row, int64_t i) {
+  vec x = row->narrow ? load_as(row->logits, i, 1) : load_or_infinity((const float *)row->logits + i, row->size - i);
+  return row->divides ? x / all(row->temperature) : x;
+}
+
+/* The sum over a row of exp(x - most), in fp64; up to each of its parts in `ends`, if given. `moment`, if given, becomes
+ * the sum of exp(x - most) (x - most). */
+ALWAYS double sum_parts(const Row *row, float most, double *ends, double *moment) {
+  int64_t part = part_of(row->size);
   double total = 0;
-  for (int64_t start = 0; start < size; start += part) {
-    int64_t end = start + part < size ? start + part : size;
+  for (int64_t start = 0; start < row->size; start += part) {
+    int64_t end = start + part < row->size ? start + part : row->size;
     dvec sums[2] = {{0}, {0}};
+    vec products = {0};
     for (int64_t i = start; i < end; i += LANES) {
-      vec p = exp_of(load_or_infinity(row + i, end - i) - all(most));
+      vec below = load_scaled(row, i) - all(most), p = exp_of(below);
       fvec halves[2];
       memcpy(halves, &p, sizeof p);
       for (int half = 0; half < 2; half++) sums[half] += __builtin_convertvector(halves[half], dvec);
+      if (moment) products = fma_of(p, larger(all(LEAST), below), products);
     }
-    *ends++ = total += dsum(sums[0] + sums[1]);
+    total += dsum(sums[0] + sums[1]);
+    if (ends) *ends++ = total;
+    if (moment) *moment += (double)sum(products);
   }
   return total;
 }
@@ -493,8 +513,8 @@ void log_softmax(const float *x, float *out, int64_t rows, int64_t size) {
   PARALLEL(rows * size > MANY)
   for (int64_t r = 0; r < rows; r++) {
     const float *row = x + r * size;
-    double ends[MAX_PARTS];
-    float most = find_largest(row, size), log_sum = (float)log(sum_parts(row, most, ends, size));
+    Row logits = {row, size, 1.f, 0, 0};
+    float most = find_largest(row, size), log_sum = (float)log(sum_parts(&logits, most, NULL, NULL));
     ROW(i, size) STORE(out + r * size, i, size, (LOAD(row, i, size) - all(most)) - all(log_sum));
   }
 }
@@ -504,10 +524,83 @@ void sample(const float *x, const double *noise, int64_t *tokens, float *logprob
   PARALLEL(rows * size > MANY)
   for (int64_t r = 0; r < rows; r++) {
     const float *row = x + r * size;
+    Row logits = {row, size, 1.f, 0, 0};
     double ends[MAX_PARTS];
-    float most = find_largest(row, size), log_sum = (float)log(sum_parts(row, most, ends, size));
+    float most = find_largest(row, size), log_sum = (float)log(sum_parts(&logits, most, ends, NULL));
     int64_t token = noise[r] < 0 ? first_of(row, most, size) : invert_cdf(row, most, ends, noise[r], size);
     tokens[r] = token, logprobs[r] = (row[token] - most) - log_sum;
+  }
+}
+
+/* Of rows of logits / temperature: the log-prob of a label, with the bits of `log_softmax`; the entropy; and the largest
+ * one and log_sum of `log_softmax` (`norms`). */
+ALWAYS void head_row(const Row *row, int64_t label, float *logprob, float *entropy, float *norms) {
+  vec high[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+  Row plain = {row->logits, row->size, 1.f, 0, row->narrow};
+  for (int64_t i = 0, part = 0; i < row->size; i += LANES, part = (part + 1) % 4)
+    high[part] = larger(high[part], load_scaled(&plain, i));
+  float most = largest(larger(larger(high[0], high[1]), larger(high[2], high[3]))) / row->temperature;
+  double moment = 0, total = sum_parts(row, most, NULL, &moment);
+  float log_sum = (float)log(total);
+  *logprob = (load_scaled(row, label / LANES * LANES)[label % LANES] - most) - log_sum;
+  *entropy = (float)(log(total) - moment / total);
+  norms[0] = most, norms[1] = log_sum;
+}
+
+void head_forward(const void *logits, const int64_t *labels, const float *temperature, float *logprobs,
+                  float *entropies, float *norms, int64_t rows, int64_t size, int64_t narrow) {
+  PARALLEL(rows * size > MANY)
+  for (int64_t r = 0; r < rows; r++) {
+    int divides = temperature[r] != 1.f;
+#define HEAD_ROW(narrow, divides) \
+  do { \
+    Row row = {at_number(logits, r * size, narrow), size, temperature[r], divides, narrow}; \
+    head_row(&row, labels[r], logprobs + r, entropies + r, norms + 2 * r); \
+  } while (0)
+    if (divides) FOR_TYPE(narrow, HEAD_ROW(NARROW, 1));
+    else FOR_TYPE(narrow, HEAD_ROW(NARROW, 0));
+  }
+}
+
+/* With l = log_softmax(logits / temperature), p = exp(l) and the entropy H, the gradients of the logits:
+ * (onehot - p) of_logprob / temperature - p (l + H) of_entropy / temperature. */
+typedef struct {
+  Row row;
+  vec most, log_sum, entropy, of_logprob, of_entropy; /* the last two divided by the temperature */
+  int has_entropy;
+} HeadRow;
+
+/* All but the term of the label. */
+ALWAYS vec head_gradient(const HeadRow *h, int64_t i) {
+  vec logprob = (load_scaled(&h->row, i) - h->most) - h->log_sum, p = exp_of(logprob), change = p * h->of_logprob;
+  return -(h->has_entropy ? fma_of(p * h->of_entropy, larger(all(LEAST), logprob) + h->entropy, change) : change);
+}
+
+/* `grad` may be the logits. */
+ALWAYS void head_row_backward(const HeadRow *h, int64_t label, void *grad) {
+  int64_t size = h->row.size, at = label / LANES * LANES;
+  vec of_label = head_gradient(h, at);
+  of_label[label % LANES] += h->of_logprob[0];
+  ROW(i, size) STORE_AS(grad, i, size, head_gradient(h, i), h->row.narrow);
+  STORE_AS(grad, at, size, of_label, h->row.narrow);
+}
+
+void head_backward(const void *logits, const int64_t *labels, const float *temperature, const float *norms,
+                   const float *entropies, const float *of_logprob, const float *of_entropy, void *grad, int64_t rows,
+                   int64_t size, int64_t narrow) {
+  PARALLEL(rows * size > MANY)
+  for (int64_t r = 0; r < rows; r++) {
+    float t = temperature[r];
+    int divides = t != 1.f;
+#define HEAD_ROW_BACKWARD(narrow, divides) \
+  do { \
+    HeadRow h = {{at_number(logits, r * size, narrow), size, t, divides, narrow}, all(norms[2 * r]), \
+                 all(norms[2 * r + 1]), all(entropies[r]), all(of_logprob[r] / t), \
+                 all(of_entropy ? of_entropy[r] / t : 0.f), of_entropy != NULL}; \
+    head_row_backward(&h, labels[r], at_number(grad, r * size, narrow)); \
+  } while (0)
+    if (divides) FOR_TYPE(narrow, HEAD_ROW_BACKWARD(NARROW, 1));
+    else FOR_TYPE(narrow, HEAD_ROW_BACKWARD(NARROW, 0));
   }
 }
 

@@ -94,6 +94,8 @@ SIGNATURES = {
     "causal_attention_backward": [_P] * 12,
     "log_softmax": [_P, _P, _I, _I],
     "sample": [_P, _P, _P, _P, _I, _I],
+    "head_forward": [_P, _P, _P, _P, _P, _P, _I, _I, _I],
+    "head_backward": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I],
     "top": [_P, _I, _P, _P, _I, _I],
     "filter_rows": [_P, _P, _P, _P, _I, _I],
     "pack": [_P, _P, _I, _I, _I, _I],
@@ -405,6 +407,41 @@ def sample(
     tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
     call("sample", logits, noise.contiguous(), tokens, logprobs, *logits.shape)
     return tokens, logprobs
+
+
+def head_forward(
+    logits: Float[Tensor, "rows vocab"], labels: Int[Tensor, " rows"], temperature: Float[Tensor, " rows"]
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, "rows 2"]]:
+    """Log-prob of each label under softmax(logits / temperature), entropy, and what normalizes each row, all in fp32.
+
+    Logits in fp32 or bf16 (see `runs_here`) are read once. `IndexError` for a label outside of the vocabulary.
+    """
+    assert logits.is_contiguous()
+    rows, vocab = logits.shape
+    if rows and not 0 <= int(labels.min()) <= int(labels.max()) < vocab:
+        raise IndexError(f"labels are from {int(labels.min())} to {int(labels.max())}, the vocabulary has {vocab}")
+    (logprobs, entropy), norms = torch.empty(2, rows), torch.empty(rows, 2)
+    inputs = (labels.contiguous(), temperature.float().contiguous())
+    call("head_forward", logits, *inputs, logprobs, entropy, norms, rows, vocab, _is_narrow(logits))
+    return logprobs, entropy, norms
+
+
+def head_backward(
+    logits: Float[Tensor, "rows vocab"],
+    labels: Int[Tensor, " rows"],
+    temperature: Float[Tensor, " rows"],
+    norms: Float[Tensor, "rows 2"],
+    entropy: Float[Tensor, " rows"],
+    of_logprob: Float[Tensor, " rows"],
+    of_entropy: Float[Tensor, " rows"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "rows vocab"]:
+    """The gradient of the logits, which it overwrites, from those of the log-probs and entropies of `head_forward`."""
+    assert logits.is_contiguous() and logits.dtype == dtype
+    slopes = [None if grad is None else grad.float().contiguous() for grad in (of_logprob, of_entropy)]
+    inputs = (labels.contiguous(), temperature.float().contiguous(), norms, entropy.contiguous(), *slopes)
+    call("head_backward", logits, *inputs, logits, *logits.shape, _is_narrow(logits))
+    return logits
 
 
 def top(x: Float[Tensor, "rows size"], num: int) -> tuple[Float[Tensor, "rows num"], Int[Tensor, "rows num"]]:

@@ -72,17 +72,17 @@ def _is_supported(*tensors: Tensor) -> bool:
 
 
 class HeadKernels(Protocol):
-    """What `rollouts.kernels.gpu_head` has."""
+    """What `rollouts.kernels.cpu` and `rollouts.kernels.gpu_head` have in common."""
 
     def head_forward(self, logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob of each label, entropy and log-sum-exp of each row."""
+        """Log-prob of each label, entropy, and what normalizes each row."""
 
     def head_backward(
         self,
         logits: Tensor,
         labels: Tensor,
         temperature: Tensor,
-        lse: Tensor,
+        norms: Tensor,
         entropy: Tensor,
         of_logprob: Tensor,
         of_entropy: Tensor | None,
@@ -92,7 +92,11 @@ class HeadKernels(Protocol):
 
 
 def find_head_kernels(hidden: Tensor, weight: Tensor) -> HeadKernels | None:
-    """The kernels for the logits of a whole head; None for torch operations, as on a CPU."""
+    """The kernels for the logits of a whole head; None for torch operations."""
+    if hidden.is_cpu:
+        is_narrow = hidden.dtype == torch.bfloat16
+        fits = not is_narrow or weight.shape[0] % (2 * cpu.LANES) == 0
+        return cast(HeadKernels, cpu) if fits and cpu.runs_here(hidden, weight, narrow=True) else None
     if not _is_supported(hidden, weight) or gpu_kernels() is None:
         return None
     from rollouts.kernels import gpu_head

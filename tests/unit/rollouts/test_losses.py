@@ -212,7 +212,7 @@ def test_head_never_materializes_all_logits() -> None:
         logprobs, entropy = compute_head_logprobs(hidden, weight, labels, temperature, per_chunk)
         (logprobs.sum() + entropy.sum()).backward()
     assert largest.numbers <= max(tokens * width, per_chunk) < tokens * vocab / 4
-    assert sum(saved) <= tokens * width + vocab * width + 3 * tokens, "what waits for the backward is linear in tokens"
+    assert sum(saved) <= tokens * width + vocab * width + 5 * tokens, "what waits for the backward is linear in tokens"
     assert hidden.grad is not None and weight.grad is not None
     with Largest() as plain:
         compute_logprobs(hidden @ weight.T, labels, temperature)

@@ -29,7 +29,10 @@ the gradient in the model's precision.
 """
 
 MAX_SAVED_CHUNKS = 4
-"""Chunks of log-probs stored for the backward pass; of more tokens, and with the GPU kernels, they are recomputed."""
+"""Chunks of log-probs stored for the backward pass; of more tokens they are recomputed."""
+
+CPU_LOGITS_BYTES = 1 << 28
+"""Bytes of the logits that are computed at once with the kernels of a CPU, which need no copy of them."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def compute_head_logprobs(
     """
     kernels = find_head_kernels(hidden, weight) if cap is None and part is None and support is None else None
     if kernels is not None:
-        size = logits_per_chunk or FUSED_LOGITS_PER_CHUNK
+        default = FUSED_LOGITS_PER_CHUNK if hidden.is_cuda else CPU_LOGITS_BYTES // hidden.itemsize
+        size = logits_per_chunk or default
         return _FusedHeadLogprobs.apply(hidden, weight, labels, temperature, size, kernels)  # type: ignore[no-untyped-call]
     size = logits_per_chunk or _default_chunk(hidden)
     return _HeadLogprobs.apply(hidden, weight, labels, temperature, size, cap, part, support)  # type: ignore[no-untyped-call]
@@ -279,7 +283,10 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class _FusedHeadLogprobs(torch.autograd.Function):
-    """`_HeadLogprobs` of a whole head with kernels that read the logits once, in the forward and the backward pass."""
+    """`_HeadLogprobs` of a whole head with kernels that read the logits once, in the forward and the backward pass.
+
+    On a CPU, where the product takes most of the time, the logits of a single chunk are kept between both.
+    """
 
     @staticmethod
     def forward(
@@ -294,27 +301,29 @@ class _FusedHeadLogprobs(torch.autograd.Function):
         ctx.num_chunks = count_chunks(len(labels), weight.shape[0], logits_per_chunk)
         ctx.kernels = kernels
         ctx.set_materialize_grads(False)
-        results = [
-            kernels.head_forward(_multiply(h, weight), y, t)
-            for h, y, t in _chunks(ctx.num_chunks, hidden, labels, temperature)
-        ]
-        logprobs, entropy, lse = (torch.cat(chunks) for chunks in zip(*results, strict=True))
-        ctx.save_for_backward(hidden, weight, labels, temperature, lse, entropy)
+        results = []
+        for h, y, t in _chunks(ctx.num_chunks, hidden, labels, temperature):
+            logits = _multiply(h, weight)
+            results.append(kernels.head_forward(logits, y, t))
+            ctx.logits = logits if hidden.is_cpu and ctx.num_chunks == 1 else None
+        logprobs, entropy, norms = (torch.cat(chunks) for chunks in zip(*results, strict=True))
+        ctx.save_for_backward(hidden, weight, labels, temperature, norms, entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        hidden, weight, labels, temperature, lse, entropy = ctx.saved_tensors
+        hidden, weight, labels, temperature, norms, entropy = ctx.saved_tensors
         of_logprob, of_entropy = grads
         if of_logprob is None and of_entropy is None:
             return (None,) * 6
         of_logprob = torch.zeros_like(entropy) if of_logprob is None else of_logprob
+        kept, ctx.logits = ctx.logits, None  # overwritten: a second backward pass computes them again
         of_logits = (
-            ctx.kernels.head_backward(_multiply(h, weight), *rest, hidden.dtype)
-            for h, *rest in _chunks(ctx.num_chunks, hidden, labels, temperature, lse, entropy, of_logprob, of_entropy)
+            ctx.kernels.head_backward(_multiply(h, weight) if kept is None else kept, *rest, hidden.dtype)
+            for h, *rest in _chunks(ctx.num_chunks, hidden, labels, temperature, norms, entropy, of_logprob, of_entropy)
         )
-        return *_propagate(of_logits, hidden, weight, ctx.needs_input_grad, False), *(None,) * 4
+        return *_propagate(of_logits, hidden, weight, ctx.needs_input_grad, ctx.num_chunks == 1), *(None,) * 4
 
 
 def _propagate(
