@@ -18,8 +18,11 @@ COMMANDS = {
     "rl": (*THREE_FILES, "--max-steps", 10_000),
     "orchestrator": ("@", "configs/debug/orch.toml"),
     "inference": ("@", "configs/debug/infer.toml"),
-    "eval": ("@", "examples/reverse_text/tiny/eval.toml", "--model.name", "tiny-qwen3"),
-    "synthesize": ("@", "configs/debug/synthesize/single_turn.toml", "--model.name", "tiny-qwen3"),
+    "eval": ("@", "examples/reverse_text/tiny/eval.toml", "--model.name", "tiny-qwen3", "--rollouts-per-example", 100),
+    "synthesize": (
+        *("@", "configs/debug/synthesize/single_turn.toml", "--model.name", "tiny-qwen3"),
+        *("--num-examples", 1000, "--rollouts-per-example", 20),
+    ),
 }
 PORTS = {"rl": "--inference.server.port", "inference": "--server.port"}
 RANDOM = {"eval": "--model.debug.random_init", "synthesize": "--model.debug.random_init"}

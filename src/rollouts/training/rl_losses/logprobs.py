@@ -29,7 +29,7 @@ the gradient in the model's precision.
 """
 
 MAX_SAVED_CHUNKS = 4
-"""Chunks of log-probs stored for the backward pass; of more tokens they are recomputed."""
+"""Chunks of log-probs stored for the backward pass without kernels; of more tokens they are recomputed."""
 
 CPU_LOGITS_BYTES = 1 << 28
 """Bytes of the logits that are computed at once with the kernels of a CPU, which need no copy of them."""
@@ -93,9 +93,9 @@ def compute_head_logprobs(
     """`compute_logprobs` of `hidden @ weight.T`, both results with gradients, in bounded memory.
 
     With `cap`, logits are first replaced by cap tanh(logits / cap). Forward and backward store about
-    `logits_per_chunk` logits at a time (None: a number for the device), in fp32 at least, and up to MAX_SAVED_CHUNKS
-    times as many log-probs between them; of more the backward recomputes the logits. On a CPU the bits do not depend on
-    the number of chunks. If `weight` is a `part` of the head, all ranks of its group pass the same tokens and get the
+    `logits_per_chunk` logits at a time (None: a number for the device). Between them stay the logits of a single chunk
+    on a CPU, or without kernels the log-probs of up to MAX_SAVED_CHUNKS chunks in fp32; of more the backward recomputes
+    the logits. On a CPU the bits do not depend on the number of chunks. If `weight` is a `part` of the head, all ranks of its group pass the same tokens and get the
     same results; the gradient of `hidden` is summed over the group.
     """
     kernels = find_head_kernels(hidden, weight) if cap is None and part is None and support is None else None
