@@ -95,8 +95,8 @@ def compute_head_logprobs(
     With `cap`, logits are first replaced by cap tanh(logits / cap). Forward and backward store about
     `logits_per_chunk` logits at a time (None: a number for the device). Between them stay the logits of a single chunk
     on a CPU, or without kernels the log-probs of up to MAX_SAVED_CHUNKS chunks in fp32; of more the backward recomputes
-    the logits. On a CPU the bits do not depend on the number of chunks. If `weight` is a `part` of the head, all ranks of its group pass the same tokens and get the
-    same results; the gradient of `hidden` is summed over the group.
+    the logits. On a CPU the bits do not depend on the number of chunks. If `weight` is a `part` of the head, all ranks
+    of its group pass the same tokens and get the same results; the gradient of `hidden` is summed over the group.
     """
     kernels = find_head_kernels(hidden, weight) if cap is None and part is None and support is None else None
     if kernels is not None:
