@@ -428,15 +428,6 @@ ALWAYS vec load_or_infinity(const float *p, int64_t count) {
   return x;
 }
 
-static float find_largest(const float *row, int64_t size) {
-  vec high[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
-  int64_t i = 0;
-  for (; i + 4 * LANES <= size; i += 4 * LANES)
-    for (int part = 0; part < 4; part++) high[part] = larger(high[part], load(row + i + part * LANES));
-  for (; i < size; i += LANES) high[0] = larger(high[0], load_or_infinity(row + i, size - i));
-  return largest(larger(larger(high[0], high[1]), larger(high[2], high[3])));
-}
-
 /* Tokens of each of at most MAX_PARTS parts of a row. */
 ALWAYS int64_t part_of(int64_t size) {
   int64_t part = (size + MAX_PARTS - 1) / MAX_PARTS;
@@ -454,6 +445,16 @@ typedef struct {
 ALWAYS vec load_scaled(const Row *row, int64_t i) {
   vec x = row->narrow ? load_as(row->logits, i, 1) : load_or_infinity((const float *)row->logits + i, row->size - i);
   return row->divides ? x / all(row->temperature) : x;
+}
+
+ALWAYS float find_largest(const Row *row) {
+  vec high[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+  Row plain = {row->logits, row->size, 1.f, 0, row->narrow};
+  int64_t i = 0;
+  for (; i + 4 * LANES <= row->size; i += 4 * LANES)
+    for (int part = 0; part < 4; part++) high[part] = larger(high[part], load_scaled(&plain, i + part * LANES));
+  for (; i < row->size; i += LANES) high[0] = larger(high[0], load_scaled(&plain, i));
+  return largest(larger(larger(high[0], high[1]), larger(high[2], high[3]))) / row->temperature;
 }
 
 /* The sum over a row of exp(x - most), in fp64; up to each of its parts in `ends`, if given. `moment`, if given, becomes
@@ -514,7 +515,7 @@ void log_softmax(const float *x, float *out, int64_t rows, int64_t size) {
   for (int64_t r = 0; r < rows; r++) {
     const float *row = x + r * size;
     Row logits = {row, size, 1.f, 0, 0};
-    float most = find_largest(row, size), log_sum = (float)log(sum_parts(&logits, most, NULL, NULL));
+    float most = find_largest(&logits), log_sum = (float)log(sum_parts(&logits, most, NULL, NULL));
     ROW(i, size) STORE(out + r * size, i, size, (LOAD(row, i, size) - all(most)) - all(log_sum));
   }
 }
@@ -526,7 +527,7 @@ void sample(const float *x, const double *noise, int64_t *tokens, float *logprob
     const float *row = x + r * size;
     Row logits = {row, size, 1.f, 0, 0};
     double ends[MAX_PARTS];
-    float most = find_largest(row, size), log_sum = (float)log(sum_parts(&logits, most, ends, NULL));
+    float most = find_largest(&logits), log_sum = (float)log(sum_parts(&logits, most, ends, NULL));
     int64_t token = noise[r] < 0 ? first_of(row, most, size) : invert_cdf(row, most, ends, noise[r], size);
     tokens[r] = token, logprobs[r] = (row[token] - most) - log_sum;
   }
@@ -535,11 +536,7 @@ void sample(const float *x, const double *noise, int64_t *tokens, float *logprob
 /* Of rows of logits / temperature: the log-prob of a label, with the bits of `log_softmax`; the entropy; and the largest
  * one and log_sum of `log_softmax` (`norms`). */
 ALWAYS void head_row(const Row *row, int64_t label, float *logprob, float *entropy, float *norms) {
-  vec high[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
-  Row plain = {row->logits, row->size, 1.f, 0, row->narrow};
-  for (int64_t i = 0, part = 0; i < row->size; i += LANES, part = (part + 1) % 4)
-    high[part] = larger(high[part], load_scaled(&plain, i));
-  float most = largest(larger(larger(high[0], high[1]), larger(high[2], high[3]))) / row->temperature;
+  float most = find_largest(row);
   double moment = 0, total = sum_parts(row, most, NULL, &moment);
   float log_sum = (float)log(total);
   *logprob = (load_scaled(row, label / LANES * LANES)[label % LANES] - most) - log_sum;
