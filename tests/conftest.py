@@ -82,9 +82,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs, also from the processes of tests, which expect what a CPU computes; `-m gpu` shows them."""
+    """Hide GPUs, also from the processes of tests, which expect what a CPU computes; `-m gpu` shows them.
+
+    Triton's interpreter then runs its kernels: it must be on before anything imports triton.
+    """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _has_gpu() -> bool:

@@ -12,6 +12,8 @@ import httpx
 import uvicorn
 
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.engine import Event
 from prime_rl.inference.server import bind, build_app, build_uvicorn_config
 from prime_rl.inference.service import ServerState, build_service
 
@@ -46,6 +48,17 @@ class RunningServer:
         self._server.should_exit = True
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
+
+
+def slow_down(engine: EmbeddedEngine) -> None:
+    """Make each step take 2 ms more, so that a request does not end before a test has done something to it."""
+    step = type(engine).step
+
+    def step_slowly() -> list[Event]:
+        time.sleep(0.002)
+        return step(engine)
+
+    engine.step = step_slowly  # type: ignore[method-assign]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -18,11 +18,12 @@ import pytest
 from fake_engine import FakeEngine, serve
 from hypothesis import given
 from hypothesis import strategies as st
-from running_server import RunningServer, wait_until
+from running_server import RunningServer, slow_down, wait_until
 
 from prime_rl.client import request_batcher as together
 from prime_rl.client.http import HttpPool
 from prime_rl.inference.async_engine import EngineBusy, EngineFailed
+from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.request_parsing import MAX_CHOICES
 from prime_rl.utils.client import InferenceClient
 
@@ -200,8 +201,14 @@ def test_last_cancellation_ends_the_request(server: RunningServer) -> None:
         assert first.choices
         await client.close()
 
+    engine = server.service.engine.engine
+    assert isinstance(engine, EmbeddedEngine)
     before = server.metric("generated_tokens_total")
-    asyncio.run(main())
+    slow_down(engine)
+    try:
+        asyncio.run(main())
+    finally:
+        del engine.step
     assert server.metric("generated_tokens_total") - before < 3 * 450
 
 

@@ -525,7 +525,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The kernel of a decode step in Triton's interpreter, on the CPU; returns the numbers of rows of its calls."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("no triton; cure: make test-extras")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     from rollouts.kernels import gpu
 
     calls: list[int] = []

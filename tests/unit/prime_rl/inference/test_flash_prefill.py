@@ -74,7 +74,6 @@ def test_flash_prefill_equals_gathered_attention(budget: int, has_pages: bool, m
     """Prompts in one or several chunks, alone and together, some with a shared prefix."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("no triton; cure: make test-extras")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     from rollouts.kernels import gpu
 
     draw = torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from fake_sglang import FakeSGLang
 from pydantic import ValidationError
-from running_server import RunningServer, wait_until
+from running_server import RunningServer, slow_down, wait_until
 
 from prime_rl.config import RLConfig
 from prime_rl.inference.config import InferenceConfig
@@ -246,6 +246,7 @@ LONG = {
 
 def ask_long(fleet: Fleet, pool: ThreadPoolExecutor) -> Any:
     """A request that runs: its answer to come."""
+    slow_down(fleet.fake.embedded)
     drawn = fleet.fake.embedded.stats().generated_tokens
     requested = pool.submit(fleet.gateway.post, "/v1/completions", LONG)
     wait_until(lambda: fleet.fake.embedded.stats().generated_tokens > drawn + 20, "tokens")

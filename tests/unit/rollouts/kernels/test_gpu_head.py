@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("no triton; cure: make test-extras", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 
 from rollouts.kernels import gpu_head, select
 from rollouts.training.rl_losses import compute_head_logprobs, logprobs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("no triton; cure: make test-extras", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 
 from prime_rl.trainer.models.causal_lm import apply_rotary_emb, rms_norm, swiglu
 from rollouts.kernels import cpu, gpu
