@@ -508,8 +508,7 @@ static int64_t first_of(const float *row, float value, int64_t size) {
   return 0;
 }
 
-/* log_softmax(x) = (x - most) - log(sum of exp(x - most)), where the exponentials are in fp32 and their sum is in fp64.
- * `out` may be x. */
+/* log_softmax(x) = (x - most) - log(sum of exp(x - most)), where the exponentials are in fp32 and their sum is in fp64. */
 void log_softmax(const float *x, float *out, int64_t rows, int64_t size) {
   PARALLEL(rows * size > MANY)
   for (int64_t r = 0; r < rows; r++) {

@@ -387,11 +387,10 @@ def causal_attention_backward(
     return dq, dk, dv
 
 
-def log_softmax(x: Float[Tensor, "*rows size"], out: Tensor | None = None) -> Float[Tensor, "*rows size"]:
-    """Log-softmax over the last dimension, with sums in fp64; into `out`, which may be x, if it is given."""
+def log_softmax(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+    """Log-softmax over the last dimension, with sums in fp64."""
     x, size = x.contiguous(), x.shape[-1]
-    out = torch.empty_like(x) if out is None else out
-    assert out.is_contiguous()
+    out = torch.empty_like(x)
     call("log_softmax", x, out, x.numel() // size, size)
     return out
 

@@ -51,6 +51,9 @@ def top_tokens(
     """The `num` largest log-probs of each row in descending order, and their tokens."""
     if num <= MAX_TOP and cpu_kernels.runs_here(logprobs):
         return cpu_kernels.top(logprobs, num)
+    if num == 1:  # the token that is drawn in a greedy row, unlike `topk`, which may take another one of equal ones
+        best = logprobs.max(dim=-1, keepdim=True)
+        return best.values, best.indices
     top = logprobs.topk(min(num, logprobs.shape[1]), dim=-1)
     return top.values, top.indices
 

@@ -157,7 +157,7 @@ def test_sampling_equals_torch(vocab: int, threads: int, monkeypatch: pytest.Mon
 @needs_kernels
 @pytest.mark.parametrize("size", [5, 320, 4097])
 def test_log_softmax(size: int) -> None:
-    """Close to fp64 even for large logits, in place too, with torch's gradient, and NaN only in rows that have one."""
+    """Close to fp64 even for large logits, with torch's gradient, and NaN only in rows that have one."""
     logits = draw(9, size) * 30 + 500
     logits[1, size // 2 :] = float("-inf")
     expected = torch.log_softmax(logits.double(), -1)
@@ -173,7 +173,6 @@ def test_log_softmax(size: int) -> None:
         (function(x) * weights[2:]).sum().backward()
         grads.append(x.grad)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-6)
-    assert torch.equal(cpu_kernels.log_softmax(logits, out=logits), actual)
     logits[3, 2], logits[4] = float("nan"), float("-inf")
     assert log_softmax(logits).isnan().any(1).tolist() == [False] * 3 + [True] * 2 + [False] * 4
 
