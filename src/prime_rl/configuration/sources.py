@@ -216,7 +216,8 @@ def _section(builder: ConfigBuilder, word: str) -> KeyPath:
 
 def _misplaced(builder: ConfigBuilder, word: str, last: Option | None) -> ConfigError:
     if word.startswith("@"):
-        return fail(f"{word}: a space is missing after `@`", f"write `@ {word[1:]}`")
+        name = " ".join(word[1:].split()) or "FILE"  # in one line, whatever a shell passes on
+        return fail(f"@{name}: a space is missing after `@`", f"write `@ {name}`")
     if word.endswith(".toml"):
         return fail(f"{word} stands alone", f"write `@ {word}` to read the file")
     if word.startswith("-") and not word.startswith("--"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -418,6 +418,8 @@ WORDS = [
 ]
 
 
+@example(["@\n"])
+@example(["@a\nb"])
 @given(st.lists(st.sampled_from(WORDS) | st.text(max_size=6), max_size=6))
 def test_any_command_line_gives_a_config_or_a_short_error(argv: list[str]) -> None:
     try:
