@@ -61,10 +61,12 @@ class PerfCounter:
         device: torch.device,
         dtype: torch.dtype,
         num_ranks: int = 1,
+        num_concurrent: int = 1,
     ) -> None:
+        """`num_concurrent`: micro-batches of a rank that are computed at once, each by a thread of its own."""
         self.config = model.config
         self.parameters = count_matmul_parameters(model)
-        self.peak = find_peak_flops(device, dtype)
+        self.peak = num_concurrent * find_peak_flops(device, dtype)
         self.device = device
         self.num_ranks = num_ranks
         self._window: deque[tuple[int, float, float]] = deque(maxlen=WINDOW_STEPS)
@@ -156,20 +158,30 @@ def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 768, repeats: int = 5) -> float:
     """Best FLOP/s of a few square matrix products, with torch and with our linear kernel.
 
-    On a CPU by the CPU time of this process's threads (some 10 ms in all): what the cores reach when nothing else runs.
+    On a CPU that of one thread, by its CPU time (some 10 ms in all), times the number of threads: what the cores reach
+    when nothing else runs.
     """
     if device.type == "cuda":
-        size = 8192
+        return _measure_product(device, dtype, 8192, repeats, time.perf_counter)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return threads * _measure_product(device, dtype, size, repeats, time.thread_time)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure_product(
+    device: torch.device, dtype: torch.dtype, size: int, repeats: int, clock: Callable[[], float]
+) -> float:
     a = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
     for product in (torch.matmul, linear) * repeats:
-        start = time.perf_counter() if device.type == "cuda" else time.process_time()
+        start = clock()
         product(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - start)
-        else:
-            best = min(best, (time.process_time() - start) / torch.get_num_threads())
+        best = min(best, clock() - start)
     return 2.0 * size**3 / best
 
 

@@ -71,6 +71,21 @@ def test_a_window_of_steps_is_averaged(model: CausalLM, monkeypatch: pytest.Monk
     assert metrics["perf/mfu"] == pytest.approx(100 * 2 * flops / 4.0 / 1e9)
 
 
+def test_peak_is_that_of_all_threads(model: CausalLM) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = measure_peak_flops(CPU, torch.float32)
+        alone, together = (PerfCounter(model, CPU, torch.float32, num_concurrent=n).peak for n in (1, 4))
+        torch.set_num_threads(3)
+        three = measure_peak_flops(CPU, torch.float32)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    assert 1.5 < three / one < 6  # 3, if no other process slows one of them down
+    assert 2 < together / alone < 8
+
+
 def test_peak_counts_cpu_time_not_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that gets a core for a part of the time only measures the peak of an idle machine."""
     product = torch.matmul
