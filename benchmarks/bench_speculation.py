@@ -2,9 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_speculation.py [--model smollm2] [--repeats 5] [--output FILE]
 
-Repeating answers copy or edit text of their prompt, in groups of one prompt; free answers continue short openings at
-temperature 1. Prompts are new in every repeat. Both engines must return the same tokens and log-probs. Prints medians
-with their thresholds, writes JSON, and exits with 1 when one is missed.
+Answers copy or edit text of their prompt, in groups of one prompt; free answers continue short openings at temperature
+1. Answers repeat at temperature 0, and at temperature 1 after `TRAIN_STEPS` steps of `sft` on such tasks, as in RL of a
+trained model: these cases end with "trained". Without training, half of the tokens at temperature 1 differ from those
+of the prompt. Prompts are new in every repeat. Both engines must return the same tokens and log-probs. Prints medians
+of CPU time with their thresholds, writes JSON, and exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import argparse
 import json
 import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from results import Row, describe_machine, finish  # noqa: E402
 
+TRAIN_STEPS = 12
+MIN_REPEATING, MIN_OTHER = 1.3, 0.98
+"""Least ratio of the throughput with and without speculation, where answers repeat and where they do not."""
 NAMES = "Ann Bo Cem Dora Eli Fay Gus Hana Ivo Jun Kai Lea Max Nia Oda Pia".split()
 CITIES = "Oslo Bern Rome Lima Bonn Kyiv Cairo Paris Delhi Tokyo Quito Seoul Turin Malmo Basel Porto".split()
 CODE = """def {0}(values):
@@ -61,6 +69,46 @@ def edit_prompt(rng: random.Random) -> str:
     return "\n\n".join(edits)[: -len(CODE.format("average", second)) + 4]
 
 
+def copy_task(rng: random.Random) -> tuple[str, str]:
+    """An instruction to change a field of records, and its answer."""
+    records = copy_prompt(rng).split("\n\n", maxsplit=1)[0] + "\n"
+    return f"Set active to false in every record:\n\n{records}", records.replace("true", "false")
+
+
+def edit_task(rng: random.Random) -> tuple[str, str]:
+    """An instruction to rename a function, and its answer."""
+    first, second = (f"{rng.choice(NAMES)}_{rng.choice(CITIES)}".lower() for _ in range(2))
+    code = CODE.format(first, second)
+    return f"Rename {first} to average:\n\n{code}", code.replace(first, "average")
+
+
+TASKS = {"copy": copy_task, "edit": edit_task}
+
+
+def train(model: str, folder: Path) -> Path:
+    """Fine-tune a model on the tasks with `sft`; returns the directory of its weights."""
+    rng, data, out = random.Random(0), folder / "tasks.jsonl", folder / "sft"
+    with data.open("w") as file:
+        for i in range(40 * TRAIN_STEPS):
+            question, answer = [*TASKS.values()][i % len(TASKS)](rng)
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    options = {
+        "model.name": model,
+        "model.dtype": "bfloat16",
+        "data.name": data,
+        "data.seq_len": 1024,
+        "data.batch_size": 4,
+        "max_steps": TRAIN_STEPS,
+        "optim.lr": 1e-4,
+        "output_dir": out,
+    }
+    command = [sys.executable, "-m", "prime_rl.trainer.sft.train"]
+    command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return out / "weights" / f"step_{TRAIN_STEPS}"
+
+
 def free_prompt(rng: random.Random) -> str:
     """Text without anything to copy."""
     return f"{rng.choice(NAMES)} went to {rng.choice(CITIES)} because"
@@ -80,15 +128,30 @@ class Case:
 
 
 def build_cases() -> list[Case]:
-    """Groups of up to 8 that copy and edit, and free text."""
+    """Groups of up to 8 that copy and edit, and free text, for the given model."""
     tasks = {"copy": copy_prompt, "edit": edit_prompt}
     cases = [
-        Case(f"{task}, temperature {temperature:g}, {num} at once", prompt, num, num, temperature, 96, 1.3)
+        Case(f"{task}, temperature {temperature:g}, {num} at once", prompt, num, num, temperature, 96, least)
         for task, prompt in tasks.items()
-        for temperature in (0.0, 1.0)
+        for temperature, least in ((0.0, MIN_REPEATING), (1.0, MIN_OTHER))
         for num in (1, 4, 8)
     ]
-    return cases + [Case(f"free text, {num} at once", free_prompt, num, 1, 1.0, 64, 0.98) for num in (1, 8, 32)]
+    return cases + [Case(f"free text, {num} at once", free_prompt, num, 1, 1.0, 64, MIN_OTHER) for num in (1, 8, 32)]
+
+
+def build_trained_cases(tokenizer: Any) -> list[Case]:
+    """Groups of up to 8 that answer the tasks, for the fine-tuned model."""
+
+    def ask(task: Callable[[random.Random], tuple[str, str]], rng: random.Random) -> str:
+        messages = [{"role": "user", "content": task(rng)[0]}]
+        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
+
+    return [
+        Case(f"{name}, temperature 1, {num} at once, trained", partial(ask, task), num, num, 1.0, 160, MIN_REPEATING)
+        for name, task in TASKS.items()
+        for num in (1, 4, 8)
+    ]
 
 
 def generate(engine: Any, case: Case, prompts: list[list[int]], seed: int) -> tuple[float, list[Any]]:
@@ -110,34 +173,24 @@ def generate(engine: Any, case: Case, prompts: list[list[int]], seed: int) -> tu
     return time.process_time() - start, [found[request] for request in requests]
 
 
-def main() -> int:
-    """Measure all cases."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--fast", action="store_true", help="not exact")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--output", type=Path, default=None)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace, model_dir: Path, cases: list[Case]) -> list[tuple[Case, list[float], str]]:
+    """Each chosen case, its ratios, and speeds and drafts in words."""
     import torch
 
     from prime_rl.inference.embedded.engine import EmbeddedEngine
     from prime_rl.inference.embedded.loading import load_eos_ids
-    from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
+    from prime_rl.runtime.tokenizer import load_tokenizer
     from prime_rl.trainer.models.registry import load_decoder
 
-    model_dir, tokenizer = resolve_model_dir(arguments.model), load_tokenizer(arguments.model)
-    eos_ids = load_eos_ids(model_dir)
-
-    engines = {}
-    for speculation in (False, True):
-        model = load_decoder(model_dir, dtype=getattr(torch, arguments.dtype))
-        engines[speculation] = EmbeddedEngine(
+    tokenizer, eos_ids, found = load_tokenizer(str(model_dir)), load_eos_ids(model_dir), []
+    model = load_decoder(model_dir, dtype=getattr(torch, arguments.dtype))
+    engines = {
+        speculation: EmbeddedEngine(
             model, eos_ids=eos_ids, exact=not arguments.fast, speculation=speculation, max_running=64
         )
-    rows, rates, machine = [], {}, describe_machine()
-    for case in build_cases():
+        for speculation in (False, True)
+    }
+    for case in cases:
         if arguments.only not in case.name:
             continue
         ratios, speeds = [], []
@@ -157,9 +210,31 @@ def main() -> int:
         drafted = after.drafted_tokens - before.drafted_tokens
         accepted = after.accepted_tokens - before.accepted_tokens
         detail = f"{statistics.median(speeds):.1f} tok/s, {accepted} of {drafted} drafted tokens accepted"
-        rows.append(Row(case.name, statistics.median(ratios), ">=", case.least, detail))
-        rates[case.name] = ratios
         print(f"{case.name}: {statistics.median(ratios):.2f} ({detail})", file=sys.stderr, flush=True)
+        found.append((case, ratios, detail))
+    return found
+
+
+def main() -> int:
+    """Measure all cases."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--fast", action="store_true", help="not exact")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--output", type=Path, default=None)
+    arguments = parser.parse_args()
+    from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
+
+    machine, tokenizer = describe_machine(), load_tokenizer(arguments.model)
+    with tempfile.TemporaryDirectory() as folder:
+        trained_cases = [case for case in build_trained_cases(tokenizer) if arguments.only in case.name]
+        found = measure(arguments, resolve_model_dir(arguments.model), build_cases())
+        if trained_cases:
+            found += measure(arguments, train(arguments.model, Path(folder)), trained_cases)
+    rows = [Row(case.name, statistics.median(ratios), ">=", case.least, detail) for case, ratios, detail in found]
+    rates = {case.name: ratios for case, ratios, _ in found}
     return finish("speculation", rows, machine, rates, arguments.output)
 
 
