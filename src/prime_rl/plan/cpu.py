@@ -119,13 +119,14 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     kept = 2.0 * shape.layer_bytes * micro * (shape.layers if config.trainer.model.ac is None else 1)
     frozen = shape.parameters - trained if trained < shape.parameters else 0
     cached = rollouts * (config.prompt_tokens + config.longest_completion) * 2.0 * shape.kv_bytes
+    held = shape.parameters + (shape.head_parameters if shape.tied else 0)  # the head is packed beside the embedding
     return CpuEstimate(
         training=training,
         generation=generation,
         weight_update=update,
         overlaps=config.max_async_level > 0 and machine.cores > 1,
         trainer_bytes=16.0 * trained + 4.0 * frozen + kept + LOGITS + RUNTIME,
-        engine_bytes=8.0 * shape.parameters + min(cached, machine.memory / 4) + RUNTIME,  # weights, packed again
+        engine_bytes=4.0 * held + min(cached, machine.memory / 4) + RUNTIME,
         memory=machine.memory,
     )
 

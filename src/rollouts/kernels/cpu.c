@@ -921,11 +921,25 @@ static void pack_int8(const float *weight, int64_t inputs, int64_t count, char *
   }
 }
 
+/* Copy words of LANES outputs between rows of `words` words and a place in a panel, [words][PANEL]; returns how many of
+ * each: all but those after the last whole vector. A word is an fp32 number or two bf16 numbers. */
+ALWAYS int64_t copy_words(float *rows, int64_t words, float *panel, int unpacks) {
+  vec columns[LANES];
+  int64_t k = 0;
+  for (; k + LANES <= words; k += LANES) {
+    transpose(unpacks ? panel + k * PANEL : rows + k, 0, unpacks ? PANEL : words, 0, columns, 0);
+    for (int i = 0; i < LANES; i++) store(unpacks ? rows + i * words + k : panel + (k + i) * PANEL, columns[i]);
+  }
+  return k;
+}
+
 /* Pack a weight [outputs, inputs] into panels of PANEL outputs, each [inputs][PANEL] (DOTS: [inputs / 2][PANEL][2], see
- * STEP; INT8: see `pack_int8`, from fp32), zero-padded after the last output. */
-void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t format, int64_t kind) {
+ * STEP; INT8: see `pack_int8`, from fp32), zero-padded after the last output; or the reverse, except for INT8. */
+ALWAYS void copy_panels(void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t format, int64_t kind,
+                        int unpacks) {
   int64_t beside = format == DOTS ? 2 : 1;
   int64_t panels = num_panels(outputs, kind), inner = outputs / 2, wide = packed_inputs(inputs, format);
+  int in_words = format == FP32 || (format == DOTS && inputs % 2 == 0);
   PARALLEL(outputs * inputs > MANY)
   for (int64_t p = 0; p < panels; p++) {
     int64_t first[2] = {p * PANEL, p * PANEL + HALF}, end[2] = {outputs, outputs};
@@ -937,23 +951,30 @@ void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int
                   (char *)packed + p * PANEL * wide, place);
         continue;
       }
-      if (format == FP32 && output + LANES <= end[side]) {
-        float *to = (float *)packed + p * inputs * PANEL + place;
-        vec columns[LANES];
-        for (; k + LANES <= inputs; k += LANES) {
-          transpose(weight, output * inputs + k, inputs, 0, columns, 0);
-          for (int i = 0; i < LANES; i++) store(to + (k + i) * PANEL, columns[i]);
-        }
-      }
+      if (in_words && output + LANES <= end[side])
+        k = beside * copy_words((float *)weight + output * inputs / beside, inputs / beside,
+                                (float *)packed + p * PANEL * wide / beside + place, unpacks);
       for (; k < wide; k++)
         for (int64_t c = 0; c < LANES; c++) {
           int64_t from = (output + c) * inputs + k, there = output + c < end[side] && k < inputs;
           int64_t to = (p * wide + k / beside * beside) * PANEL + (place + c) * beside + k % beside;
-          if (format != FP32) ((uint16_t *)packed)[to] = there ? ((const uint16_t *)weight)[from] : 0;
-          else ((float *)packed)[to] = there ? ((const float *)weight)[from] : 0.f;
+          uint16_t *narrow = weight, *narrow_to = packed;
+          float *full = weight, *full_to = packed;
+          if (unpacks && there && format != FP32) narrow[from] = narrow_to[to];
+          else if (unpacks && there) full[from] = full_to[to];
+          else if (!unpacks && format != FP32) narrow_to[to] = there ? narrow[from] : 0;
+          else if (!unpacks) full_to[to] = there ? full[from] : 0.f;
         }
     }
   }
+}
+
+void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t format, int64_t kind) {
+  copy_panels((void *)weight, packed, outputs, inputs, format, kind, 0);
+}
+
+void unpack(const void *packed, void *weight, int64_t outputs, int64_t inputs, int64_t format, int64_t kind) {
+  copy_panels(weight, (void *)packed, outputs, inputs, format, kind, 1);
 }
 
 /* Prefetch `count` bytes, at most four cache lines. */

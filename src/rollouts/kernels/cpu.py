@@ -99,6 +99,7 @@ SIGNATURES = {
     "top": [_P, _I, _P, _P, _I, _I],
     "filter_rows": [_P, _P, _P, _P, _I, _I],
     "pack": [_P, _P, _I, _I, _I, _I],
+    "unpack": [_P, _P, _I, _I, _I, _I],
     "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "add_deltas": [_P, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I],
     "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I, _P, _P, _I],
@@ -499,6 +500,13 @@ class PackedWeight:
         """Pack another weight of this shape and dtype into the same memory."""
         assert weight.shape == (self.outputs, self.inputs) and weight.dtype == self.dtype
         call("pack", weight.contiguous(), self.data, *weight.shape, self.format, self.kind)
+
+    def unpack(self) -> Float[Tensor, "outputs inputs"]:
+        """The weight that was packed last; not of int8, which has lost its precision."""
+        assert self.format != INT8
+        weight = torch.empty(self.outputs, self.inputs, dtype=self.dtype)
+        call("unpack", self.data, weight, *weight.shape, self.format, self.kind)
+        return weight
 
     def __call__(
         self, x: Float[Tensor, "rows inputs"], bias: Tensor | None = None, gated: bool = False

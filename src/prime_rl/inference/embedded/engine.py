@@ -9,7 +9,7 @@ and keeps the cache of running sequences across updates.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -41,7 +41,7 @@ from prime_rl.inference.engine import (
 )
 from prime_rl.inference.grammar import GrammarCompiler, GrammarState
 from prime_rl.runtime.core_lease import MIN_PARAMETERS, CoreLease
-from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
+from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import fill_weights
 from prime_rl.transport.weights import digest_tensor
@@ -80,7 +80,9 @@ class EmbeddedEngine(InProcessEngineMixin):
         grammars: GrammarCompiler | None = None,
         quantization: Quantization | None = None,
         lease: CoreLease | None = None,
+        owns_model: bool = False,
     ) -> None:
+        """`owns_model`: nothing else uses the model, so weights need not be kept beside those that kernels hold."""
         self.dtype = model.embedding().dtype
         """Precision to which weights, keys and values are rounded; storage and compute may use a wider dtype."""
         self.quantization = quantization
@@ -95,7 +97,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         self._decode_text = decode
         self._grammars = grammars
         self._layers_kept = layers_kept
-        decoder = PreparedDecoder(model, exact, self.dtype, None if quantization is None else torch.int8)
+        decoder = PreparedDecoder(model, exact, self.dtype, None if quantization is None else torch.int8, owns_model)
         if quantization is not None and decoder.fused is None:
             raise ValueError(
                 f'model.quantization = "{quantization}" needs a dense decoder with impl = "custom" and a C compiler'
@@ -255,7 +257,7 @@ class EmbeddedEngine(InProcessEngineMixin):
 
     @torch.no_grad()
     def load_weights(self, tensors: dict[str, Tensor], version: int) -> dict[str, str]:
-        """Copy `tensors` into the parameters in place; returns the digest of every loaded tensor.
+        """Copy `tensors` into the weights in place; returns the digest of every loaded tensor.
 
         A tensor published in another dtype is digested in that dtype, so equal digests imply lossless loading.
         `ValueError` without changes if names or shapes do not match.
@@ -264,13 +266,17 @@ class EmbeddedEngine(InProcessEngineMixin):
         rounded = tensors
         if any(tensor.itemsize > width for tensor in tensors.values()):
             rounded = {n: tensor.to(self.dtype) if tensor.itemsize > width else tensor for n, tensor in tensors.items()}
-        fill_weights(self.model, rounded, ignore_layers_from=self._layers_kept, source="the new weights")
-        self._decoder.refresh()
+        given = fill_weights(self.model, rounded, ignore_layers_from=self._layers_kept, source="the new weights")
+        self._decoder.refresh(given)
         self._change_version(version)
         return {
             name: digest_tensor(held.to(tensors[name].dtype) if name in tensors else held)
-            for name, held in tensor_names(self.model).items()
+            for name, held in self.tensors().items()
         }
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The weights by the names of the checkpoint, possibly in a wider dtype; each is read when it is looked up."""
+        return self._decoder.tensors()
 
     def stats(self) -> EngineStats:
         """Counters for `/metrics`."""

@@ -65,7 +65,7 @@ class WeightReader:
         if not is_complete(directory):
             raise ValueError(f"{directory} is incomplete: it has no STABLE marker")
         if is_delta(directory):
-            held = None if self.engine is None else (self.engine.version, tensor_names(self.engine.model))
+            held = None if self.engine is None else (self.engine.version, self.engine.tensors())
             return read_version(directory, held, RunDir(directory.parents[1]).weights, self._read_allowed)
         manifest, tensors = read_manifest(directory), MappedTensors(read_files(directory))
         verify_tensors(tensors, manifest)
@@ -128,6 +128,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, token
         grammars=None if tokenizer is None else GrammarCompiler(tokenizer, model.config.vocab_size, eos_ids),
         quantization=config.model.quantization,
         lease=open_core_lease(),
+        owns_model=True,
     )
 
 

@@ -8,7 +8,7 @@ bitwise). MoE layers and adapters fall back to the model's own modules.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -21,12 +21,22 @@ from prime_rl.inference.embedded.adapters import LoraRouting
 from prime_rl.inference.embedded.attention import find_prefill_kernels
 from prime_rl.inference.embedded.fused_decode import FusedDecoder, LayerWeights, Rope
 from prime_rl.inference.embedded.kv_cache import BLOCK
+from prime_rl.runtime.machine import return_freed_memory
 from prime_rl.trainer.models.attention import AttentionBackend
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderLayer, GatedMLP, RMSNorm, rms_norm, swiglu
+from prime_rl.trainer.models.causal_lm import (
+    CausalLM,
+    DecoderLayer,
+    GatedMLP,
+    RMSNorm,
+    rms_norm,
+    swiglu,
+    tensor_names,
+)
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.linear import multiply_wide, pack_weight, packed_linear, uses_onednn, widens
 from rollouts.kernels.select import find_kernels, gpu_kernels
 from rollouts.training.numerics import ONEDNN_MIN_ROWS, min_rows, repeat_last
+from rollouts.training.tensor_files import copy_tensor
 
 
 class PackedLinear:
@@ -41,13 +51,21 @@ class PackedLinear:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.kernel: cpu_kernels.PackedWeight | None = None
-        self.refresh()
+        self.is_released = False
+        """Whether the layers' weights exist in the kernel's layout only."""
+        self.refresh({})
 
-    def refresh(self) -> None:
-        """Repack the weights after an update, in the same memory except for weights that oneDNN packs."""
-        weight = concat([layer.weight for layer in self._layers], self.weight)
+    def refresh(self, new: Mapping[str, Tensor]) -> None:
+        """Repack the weights after an update, in the same memory except for weights that oneDNN packs.
+
+        Those that the layers lack are taken from `new`.
+        """
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
         self.bias = concat(biases, self.bias) if biases else None
+        if self.is_released:
+            self._refresh_released(new)
+            return
+        weight = concat([layer.weight for layer in self._layers], self.weight)
         if not has_kernel(weight, self._exact):
             self.kernel = None
         elif self.kernel is None:
@@ -60,6 +78,33 @@ class PackedLinear:
             self.kernel.update(weight.to(self.kernel.dtype))
         self.packed = pack_weight(weight) if self.kernel is None and uses_onednn(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
+
+    @property
+    def weight_names(self) -> list[str]:
+        """Names of the layers' weights."""
+        return [f"{name}.weight" for name, _, _ in self.parts]
+
+    def release(self) -> None:
+        """Drop the layers' weights if the kernel holds the same numbers; `unpack` returns them."""
+        if self.kernel is None or self._dtype == torch.int8:
+            return
+        for layer in self._layers:
+            layer.weight = nn.Parameter(torch.empty_like(layer.weight, device="meta"), requires_grad=False)
+        self.is_released = True
+
+    def unpack(self) -> dict[str, Tensor]:
+        """The layers' weights by name, from the kernel's layout."""
+        assert self.kernel is not None
+        whole = self.kernel.unpack()
+        ends = [(start, end) for _, start, end in self.parts]
+        return {name: whole[start:end] for name, (start, end) in zip(self.weight_names, ends, strict=True)}
+
+    def _refresh_released(self, new: Mapping[str, Tensor]) -> None:
+        assert self.kernel is not None
+        joined = torch.empty(self.kernel.outputs, self.kernel.inputs, dtype=self.kernel.dtype)
+        for name, (_, start, end) in zip(self.weight_names, self.parts, strict=True):
+            copy_tensor(new, name, joined[start:end])
+        self.kernel.update(joined)
 
     def __call__(self, x: Float[Tensor, "rows inputs"], changes: LoraRouting | None) -> Float[Tensor, "rows outputs"]:
         if self.kernel is not None:
@@ -128,10 +173,10 @@ class PreparedLayer:
         """The layer's packed products."""
         return [self.qkv, self.out, self.gate_up, self.down] if self.mlp is None else [self.qkv, self.out]
 
-    def refresh(self) -> None:
+    def refresh(self, new: Mapping[str, Tensor]) -> None:
         """Repack the weights after an update."""
         for product in self.products:
-            product.refresh()
+            product.refresh(new)
         self._join_norms()
 
     def _join_norms(self) -> None:
@@ -241,15 +286,43 @@ def build_fused(
     return FusedDecoder(model, held, head.kernel, rope, dtype)
 
 
+class HeldTensors(Mapping[str, Tensor]):
+    """Tensors of a model; a weight that only a kernel holds is unpacked when it is looked up."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], products: Sequence[PackedLinear]) -> None:
+        self._tensors = tensors
+        self._packed = {name: product for product in products if product.is_released for name in product.weight_names}
+        self._last: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._packed:
+            return self._tensors[name]
+        if name not in self._last:
+            self._last = self._packed[name].unpack()
+        return self._last[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 class PreparedDecoder:
     """A model prepared for inference; call `refresh` after every weight update.
 
     Weights are rounded to `dtype`, the storage dtype of the kernels, and may be stored in a wider one; those of
-    products to `weight_dtype` (int8: quantized) if it is given.
+    products to `weight_dtype` (int8: quantized) if it is given. With `releases`, the model loses the weights that
+    kernels hold: it is of no use to others any more.
     """
 
     def __init__(
-        self, model: CausalLM, exact: bool, dtype: torch.dtype, weight_dtype: torch.dtype | None = None
+        self,
+        model: CausalLM,
+        exact: bool,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype | None = None,
+        releases: bool = False,
     ) -> None:
         self.model, self.dtype = model, dtype
         weight = model.embedding()
@@ -273,7 +346,14 @@ class PreparedDecoder:
         self.head = PackedLinear(["lm_head"], [model.lm_head], exact, weight_dtype)
         if self.uses_model_forward:
             return
-        self.layers = [PreparedLayer(cast(DecoderLayer, layer), exact, weight_dtype) for layer in model.model.layers]
+        for layer in model.model.layers:
+            self.layers.append(PreparedLayer(cast(DecoderLayer, layer), exact, weight_dtype))
+            if releases:
+                for product in self.layers[-1].products:
+                    product.release()
+                return_freed_memory()  # now, so that loading does not need the memory of two copies
+        if releases and not model.config.tie_word_embeddings:
+            self.head.release()
         self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), model.model.norm]
         self._build_fused(self.head)
 
@@ -282,15 +362,23 @@ class PreparedDecoder:
         """Whether a step's operations are data-independent: no custom model code, no MoE."""
         return not self.uses_model_forward and all(layer.mlp is None for layer in self.layers)
 
-    def refresh(self) -> None:
-        """Repack the weights after an update; weights packed by neither oneDNN nor a kernel keep their memory."""
+    def refresh(self, new: Mapping[str, Tensor]) -> None:
+        """Repack the weights after an update; those that the model lacks are taken from `new`.
+
+        Weights packed by neither oneDNN nor a kernel keep their memory.
+        """
         if self.head is None:
             return
         for layer in self.layers:
-            layer.refresh()
-        self.head.refresh()
+            layer.refresh(new)
+        self.head.refresh(new)
         if self.layers:
             self._build_fused(self.head)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The model's tensors by the names of its checkpoint."""
+        products = [product for layer in self.layers for product in layer.products]
+        return HeldTensors(tensor_names(self.model), [*products, *([] if self.head is None else [self.head])])
 
     def addresses(self, length: int) -> list[int]:
         """Addresses of all tensors that a step reads, for positions below `length`, except the cache."""

@@ -304,9 +304,10 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def copy_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors`, by the names of `tensor_names`, into the parameters."""
+        """Copy `tensors`, by the names of `tensor_names`, into the parameters, except for those on the meta device."""
         for name, tensor in tensor_names(self).items():
-            copy_tensor(tensors, name, tensor)
+            if not tensor.is_meta:
+                copy_tensor(tensors, name, tensor)
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         return self.lm_head(hidden)

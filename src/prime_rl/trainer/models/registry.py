@@ -104,8 +104,8 @@ def _build_empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device
 @torch.no_grad()
 def fill_weights(
     model: CausalLM, tensors: dict[str, Tensor], *, ignore_layers_from: int | None = None, source: str = "the weights"
-) -> None:
-    """Copy `tensors` into the model's parameters, casting to their dtype; all names must match.
+) -> dict[str, Tensor]:
+    """Copy `tensors` into the model's parameters, casting to their dtype; all names must match. Returns those copied.
 
     Experts may be individual, as in checkpoints, or stacked, as in transformers 5. A tied head and layers from
     `ignore_layers_from` on are skipped. `ValueError`, without any change, for mismatched names or shapes.
@@ -121,7 +121,9 @@ def fill_weights(
         if given[name].shape != parameter.shape:
             shapes = f"shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)} from config.json"
             raise ValueError(f"{name} of {source} has {shapes}")
-    model.copy_tensors(MappedTensors(given) if isinstance(tensors, MappedTensors) else given)
+    given = MappedTensors(given) if isinstance(tensors, MappedTensors) else given
+    model.copy_tensors(given)
+    return given
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
@@ -132,7 +134,7 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
         if not adapter.base_model:
             raise ValueError(f"{model_dir / ADAPTER_CONFIG_FILE} has no base model: set base_model_name_or_path")
         return merge_adapter(read_tensors(resolve_model_dir(adapter.base_model)), adapter)
-    return read_files(model_dir)
+    return MappedTensors(read_files(model_dir))
 
 
 def read_files(model_dir: Path) -> dict[str, Tensor]:

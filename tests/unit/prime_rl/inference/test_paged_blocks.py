@@ -174,7 +174,7 @@ def test_failed_sequences_leave_no_nan_in_pages_that_they_shared() -> None:
     weight = engine.model.embedding()
     with torch.no_grad():
         weight[7] = torch.nan
-    engine._decoder.refresh()
+    engine._decoder.refresh({})
     add_group(engine, [*draw_prompt(150), 7, *draw_prompt(150)], [5] * 3)
     assert {output.finish_reason for output in run(engine)} == {"error"}
     assert all(block.isfinite().all() for block in blocks.cache.blocks)

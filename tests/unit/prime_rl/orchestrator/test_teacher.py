@@ -34,7 +34,6 @@ from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import LossConfig, TrainConfig
-from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.rl.data import apply_reference_regularization, check_batch
 from prime_rl.trainer.rl.loss import build_loss, build_loss_schedule, measure_advantage_terms, measure_distance
 from prime_rl.utils.client import InferenceClient, build_clients
@@ -97,7 +96,7 @@ def plain_model(server: RunningServer) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(resolve_model_dir("tiny-qwen3")))
-    missing, _ = model.load_state_dict(tensor_names(server.service.engine.engine.model), strict=False)  # type: ignore[attr-defined]
+    missing, _ = model.load_state_dict(dict(server.service.engine.engine.tensors()), strict=False)  # type: ignore[attr-defined]
     assert set(missing) <= {"lm_head.weight"}
     model.tie_weights()
     return model.float().eval()

@@ -91,8 +91,7 @@ def plant_fault(server: RunningServer) -> None:
     """Scale one norm of the running engine, whose digests have been compared."""
     engine = server.service.engine.engine
     assert isinstance(engine, EmbeddedEngine)
-    weights = tensor_names(engine.model)
-    changed = {name: tensor.clone() for name, tensor in weights.items()}
+    changed = {name: tensor.clone() for name, tensor in engine.tensors().items()}
     changed["model.layers.1.post_attention_layernorm.weight"] *= 1.05
     engine.load_weights(changed, server.service.version)
 

@@ -237,8 +237,8 @@ def test_no_fault_leads_to_a_wrong_version(tmp_path: Path, monkeypatch: pytest.M
 # Sources of a version
 
 
-@pytest.fixture
-def published(tmp_path: Path) -> tuple[RunDir, EmbeddedEngine, WeightReader]:
+@pytest.fixture(params=[False, True], ids=["shared", "owned"])
+def published(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[RunDir, EmbeddedEngine, WeightReader]:
     """Versions 1 to 4 in bfloat16, of which 1 is complete, and an engine in float32."""
     run, model = RunDir(tmp_path), load_decoder(TINY, random_init=True)
     tensors = {name: tensor.bfloat16() for name, tensor in tensor_names(model).items()}
@@ -250,7 +250,7 @@ def published(tmp_path: Path) -> tuple[RunDir, EmbeddedEngine, WeightReader]:
         if is_anchor:
             publish_weights(run.weights, step, tensors, TINY)
         deltas.publish(step, tensors, CANARY, is_anchor=is_anchor)
-    engine = EmbeddedEngine(model, max_model_len=64, max_cache_tokens=256)
+    engine = EmbeddedEngine(model, max_model_len=64, max_cache_tokens=256, owns_model=request.param)
     return run, engine, WeightReader(InferenceConfig(output_dir=tmp_path), TINY, engine)
 
 
@@ -268,10 +268,10 @@ def test_an_engine_applies_deltas_to_what_it_holds(published: tuple[RunDir, Embe
     shutil.rmtree(run.weights)
     for step in (2, 2, 4):  # again, and two versions at once
         load(run, engine, reader, step)
-    before = {name: tensor.clone() for name, tensor in tensor_names(engine.model).items()}
+    before = {name: tensor.clone() for name, tensor in engine.tensors().items()}
     with pytest.raises(ValueError, match=r"version 3 cannot be built: no weights in .*weights"):
         reader.read_step(step_path(run.broadcasts, 3))  # backward: from full weights only
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensor_names(engine.model).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.tensors().items())
 
 
 def test_a_restarted_engine_starts_from_the_anchor(published: tuple[RunDir, EmbeddedEngine, WeightReader]) -> None:

@@ -231,6 +231,22 @@ def test_an_update_needs_no_second_copy(
 
 
 @needs_kernels
+@pytest.mark.parametrize(("dtype", "rounded"), KINDS)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "paired"),
+    [(1, 7, False), (70, 99, False), (320, 576, False), (192, 64, True), (98, 30, True), (140, 48, True)],
+)
+def test_packed_weights_are_unpacked_bit_for_bit(
+    outputs: int, inputs: int, paired: bool, dtype: torch.dtype, rounded: bool
+) -> None:
+    weight = draw(outputs, inputs).to(dtype)
+    weight[0, 0], weight[-1, -1] = float("nan"), -0.0
+    unpacked = cpu_kernels.PackedWeight(weight, paired=paired, rounded=rounded).unpack()
+    assert unpacked.dtype == dtype
+    assert torch.equal(unpacked.view(torch.uint8), weight.view(torch.uint8))
+
+
+@needs_kernels
 def test_engine_updates_keep_the_packed_weights_in_place() -> None:
     config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "head_dim": 16}
     config |= {
