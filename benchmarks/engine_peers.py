@@ -38,6 +38,7 @@ def build_ours(model_dir: str, dtype: str, kind: str) -> Generate:
         exact=kind == "ours-exact",
         enable_prefix_caching=kind != "ours-unshared",
         quantization="int8" if kind == "ours-int8" else None,
+        owns_model=True,  # as in the server
     )
 
     def generate(prompts: list[list[int]], new: int, seed: int) -> int:

@@ -75,9 +75,9 @@ class LoadedAdapter:
 class Adapters:
     """The adapters of one engine."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, dtype: torch.dtype) -> None:
         self.served: dict[str, LoadedAdapter] = {}
-        self._table, self._num_layers = AdapterTable(model), model.config.num_hidden_layers
+        self._table, self._num_layers = AdapterTable(model, dtype), model.config.num_hidden_layers
         self._has_places = type(model) is CausalLM  # other classes run their own forward pass, with hooks
         self._packed: dict[str, PackedDelta] = {}
         self._loads = 0

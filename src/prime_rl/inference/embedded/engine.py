@@ -121,7 +121,7 @@ class EmbeddedEngine(InProcessEngineMixin):
             if is_paged
             else SlotBlocks(cache, self._prefixes, shares)
         )
-        self._adapters = Adapters(model)
+        self._adapters = Adapters(model, decoder.arithmetic)
         can_verify = decoder.fused is not None and graphs is None
         head = decoder.head.kernel if decoder.head is not None and can_verify else None
         drafter = Drafter(self._adapters, estimate_costs(head)) if speculation and head is not None else None

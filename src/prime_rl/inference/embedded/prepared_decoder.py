@@ -62,20 +62,16 @@ class PackedLinear:
         """
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
         self.bias = concat(biases, self.bias) if biases else None
-        if self.is_released:
-            self._refresh_released(new)
+        if self.kernel is not None:
+            self.kernel.update(self._join(new) if self.is_released else self._concat().to(self.kernel.dtype))
             return
-        weight = concat([layer.weight for layer in self._layers], self.weight)
-        if not has_kernel(weight, self._exact):
-            self.kernel = None
-        elif self.kernel is None:
+        weight = self._concat()
+        if has_kernel(weight, self._exact):
             quantized = self._dtype == torch.int8
             rounded = weight if quantized else weight.to(self._dtype)
             self.kernel = cpu_kernels.PackedWeight(
                 rounded, paired=self._paired, rounded=not self._exact, quantized=quantized
             )
-        else:
-            self.kernel.update(weight.to(self.kernel.dtype))
         self.packed = pack_weight(weight) if self.kernel is None and uses_onednn(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 
@@ -84,13 +80,16 @@ class PackedLinear:
         """Names of the layers' weights."""
         return [f"{name}.weight" for name, _, _ in self.parts]
 
-    def release(self) -> None:
-        """Drop the layers' weights if the kernel holds the same numbers; `unpack` returns them."""
-        if self.kernel is None or self._dtype == torch.int8:
+    def release(self, dtype: torch.dtype) -> None:
+        """Drop the layers' weights if a kernel holds the same numbers (`unpack`); if it has quantized them, keep them
+        in `dtype`."""
+        if self.kernel is None:
             return
+        quantized = self._dtype == torch.int8
         for layer in self._layers:
-            layer.weight = nn.Parameter(torch.empty_like(layer.weight, device="meta"), requires_grad=False)
-        self.is_released = True
+            kept = layer.weight.to(dtype) if quantized else torch.empty_like(layer.weight, device="meta")
+            layer.weight = nn.Parameter(kept, requires_grad=False)
+        self.is_released = not quantized
 
     def unpack(self) -> dict[str, Tensor]:
         """The layers' weights by name, from the kernel's layout."""
@@ -99,12 +98,16 @@ class PackedLinear:
         ends = [(start, end) for _, start, end in self.parts]
         return {name: whole[start:end] for name, (start, end) in zip(self.weight_names, ends, strict=True)}
 
-    def _refresh_released(self, new: Mapping[str, Tensor]) -> None:
+    def _concat(self) -> Tensor:
+        return concat([layer.weight for layer in self._layers], self.weight)
+
+    def _join(self, new: Mapping[str, Tensor]) -> Tensor:
+        """As `_concat`, of weights in `new`, which may be mapped from a file, in the kernel's dtype."""
         assert self.kernel is not None
         joined = torch.empty(self.kernel.outputs, self.kernel.inputs, dtype=self.kernel.dtype)
         for name, (_, start, end) in zip(self.weight_names, self.parts, strict=True):
             copy_tensor(new, name, joined[start:end])
-        self.kernel.update(joined)
+        return joined
 
     def __call__(self, x: Float[Tensor, "rows inputs"], changes: LoraRouting | None) -> Float[Tensor, "rows outputs"]:
         if self.kernel is not None:
@@ -313,7 +316,7 @@ class PreparedDecoder:
 
     Weights are rounded to `dtype`, the storage dtype of the kernels, and may be stored in a wider one; those of
     products to `weight_dtype` (int8: quantized) if it is given. With `releases`, the model loses the weights that
-    kernels hold: it is of no use to others any more.
+    kernels hold, and its embedding is rounded to `dtype`: it is of no use to others any more.
     """
 
     def __init__(
@@ -326,7 +329,7 @@ class PreparedDecoder:
     ) -> None:
         self.model, self.dtype = model, dtype
         weight = model.embedding()
-        self.device = weight.device
+        self.device, self.arithmetic = weight.device, weight.dtype
         # Other model classes run their own forward pass.
         self.uses_model_forward = type(model) is not CausalLM
         self.min_rows = min_forward_rows(weight) if exact or weight.is_cpu else 1
@@ -350,10 +353,10 @@ class PreparedDecoder:
             self.layers.append(PreparedLayer(cast(DecoderLayer, layer), exact, weight_dtype))
             if releases:
                 for product in self.layers[-1].products:
-                    product.release()
+                    product.release(dtype)
                 return_freed_memory()  # now, so that loading does not need the memory of two copies
-        if releases and not model.config.tie_word_embeddings:
-            self.head.release()
+        if releases and self.head.kernel is not None:
+            self._release_ends(self.head)
         self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), model.model.norm]
         self._build_fused(self.head)
 
@@ -382,7 +385,16 @@ class PreparedDecoder:
 
     def addresses(self, length: int) -> list[int]:
         """Addresses of all tensors that a step reads, for positions below `length`, except the cache."""
-        return [*self._addresses, *(table.data_ptr() for table in self.rope(length, self.model.embedding().dtype))]
+        return [*self._addresses, *(table.data_ptr() for table in self.rope(length, self.arithmetic))]
+
+    def _release_ends(self, head: PackedLinear) -> None:
+        """Keep the embedding in `dtype`, and an untied head in the kernel's layout."""
+        table = nn.Parameter(self.model.embedding().to(self.dtype), requires_grad=False)
+        self.model.model.embed_tokens.weight = table
+        if self.model.config.tie_word_embeddings:
+            self.model.lm_head.weight = table
+        else:
+            head.release(self.dtype)
 
     def _build_fused(self, head: PackedLinear) -> None:
         self.fused = build_fused(self.model, self.layers, head, self.rope, self.dtype)
@@ -402,7 +414,7 @@ class PreparedDecoder:
         if self.uses_model_forward:
             with nullcontext() if changes is None else changes.routed():
                 return cast(Tensor, self.model(tokens, positions, attend))
-        x = F.embedding(tokens, self.model.model.embed_tokens.weight)
+        x = F.embedding(tokens, self.model.model.embed_tokens.weight).to(self.arithmetic)
         cos, sin = (table[positions] for table in self.rope(length, x.dtype))
         normed = normalize(x, self.layers[0].norms[0], self.fuse)
         for layer, norm in zip(self.layers, self.next_norms, strict=True):
@@ -429,7 +441,7 @@ class PreparedDecoder:
     @property
     def logits_dtype(self) -> torch.dtype:
         """Data type of the logits without adapters."""
-        return torch.float32 if self._has_wide_logits else self.model.embedding().dtype
+        return torch.float32 if self._has_wide_logits else self.arithmetic
 
     @property
     def _has_wide_logits(self) -> bool:

@@ -86,8 +86,9 @@ class AdapterTable:
     `changes[module name]` itself.
     """
 
-    def __init__(self, model: CausalLM) -> None:
-        self.model = model
+    def __init__(self, model: CausalLM, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: that of the arithmetic, if the model's embedding has another one."""
+        self.model, self._dtype = model, dtype or model.embedding().dtype
         self.changes: dict[str, dict[str, LoraDelta]] = {}
         """Module name -> adapter name -> change."""
         self._handles: dict[str, RemovableHandle] = {}
@@ -165,10 +166,9 @@ class AdapterTable:
         return change_rows
 
     def _build(self, name: str, adapter: Adapter) -> dict[str, LoraDelta]:
-        """Deltas of an adapter by module, on the device and in the dtype of the model."""
-        weight = self.model.embedding()
-        modules = dict(self.model.named_modules())
-        tensors = {key: tensor.to(weight.device, weight.dtype) for key, tensor in adapter.tensors.items()}
+        """Deltas of an adapter by module, on the device of the model."""
+        device, modules = self.model.embedding().device, dict(self.model.named_modules())
+        tensors = {key: tensor.to(device, self._dtype) for key, tensor in adapter.tensors.items()}
         changes: dict[str, LoraDelta] = {}
         for key, tensor in tensors.items():
             module_name, _, parameter = key.rpartition(".")

@@ -83,6 +83,7 @@ def test_only_the_kernels_hold_matrices(model_dir: Path, dtype: str) -> None:
     held = {name for name, parameter in model.named_parameters() if parameter.ndim > 1 and not parameter.is_meta}
     experts = {name for name in held if ".mlp." in name}  # their products are those of the model
     assert held - experts == {"model.embed_tokens.weight"}
+    assert model.embedding().dtype == DTYPES[dtype]
     assert bool(experts) == (model.config.num_experts > 0)
 
 
@@ -111,7 +112,8 @@ def test_weights_that_do_not_fit_change_nothing(model_dir: Path, damage: str) ->
 
 
 @needs_kernels
-def test_adapters_change_released_weights(model_dir: Path) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapters_change_released_weights(model_dir: Path, dtype: str) -> None:
     adapted = build(model_dir, 0)
     add_lora(adapted, LoraSpec(4, 8.0, target_modules=("q_proj", "o_proj")), 1)
     with torch.no_grad():
@@ -120,15 +122,22 @@ def test_adapters_change_released_weights(model_dir: Path) -> None:
                 parameter.normal_(0.0, 0.3)
     found = []
     for owns in (False, True):
-        engine = EmbeddedEngine(build(model_dir, 0), owns_model=owns)
+        engine = EmbeddedEngine(build(model_dir, 0, DTYPES[dtype]), owns_model=owns)
         engine.load_adapter("a", dict(peft_tensors(adapted)), AdapterSpec(4, 8.0, 1))
         found.append((run(engine, "a"), run(engine)))
     assert found[0] == found[1] and found[0][0] != found[0][1]
 
 
 @needs_kernels
-def test_quantized_weights_keep_their_originals() -> None:
-    model = load_decoder(resolve_model_dir("tiny-qwen3"), random_init=True)
-    engine = EmbeddedEngine(model, exact=False, quantization="int8", owns_model=True)
-    new = tensor_names(load_decoder(resolve_model_dir("tiny-qwen3"), random_init=True, seed=1))
-    assert engine.load_weights(new, 1) == {name: digest_tensor(tensor) for name, tensor in new.items()}
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_dir", [name for name in MODELS if name != "experts"], indirect=True)
+def test_quantized_weights_keep_their_originals(model_dir: Path, dtype: str) -> None:
+    options = {"exact": False, "quantization": "int8"}
+    owned = EmbeddedEngine(build(model_dir, 0, DTYPES[dtype]), owns_model=True, **options)
+    shared = EmbeddedEngine(build(model_dir, 0, DTYPES[dtype]), **options)
+    assert {parameter.dtype for parameter in owned.model.parameters() if parameter.ndim > 1} == {DTYPES[dtype]}
+    assert run(owned) == run(shared)
+    new = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensor_names(build(model_dir, 1)).items()}
+    digests = {name: digest_tensor(tensor) for name, tensor in new.items()}
+    assert owned.load_weights(new, 1) == shared.load_weights(new, 1) == digests
+    assert run(owned) == run(shared)
