@@ -105,7 +105,7 @@ def train(model: str, folder: Path) -> Path:
     }
     command = [sys.executable, "-m", "prime_rl.trainer.sft.train"]
     command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return out / "weights" / f"step_{TRAIN_STEPS}"
 
 
@@ -183,13 +183,12 @@ def measure(arguments: argparse.Namespace, model_dir: Path, cases: list[Case]) -
     from prime_rl.trainer.models.registry import load_decoder
 
     tokenizer, eos_ids, found = load_tokenizer(str(model_dir)), load_eos_ids(model_dir), []
-    model = load_decoder(model_dir, dtype=getattr(torch, arguments.dtype))
-    engines = {
-        speculation: EmbeddedEngine(
+    engines = {}
+    for speculation in (False, True):
+        model = load_decoder(model_dir, dtype=getattr(torch, arguments.dtype))
+        engines[speculation] = EmbeddedEngine(
             model, eos_ids=eos_ids, exact=not arguments.fast, speculation=speculation, max_running=64
         )
-        for speculation in (False, True)
-    }
     for case in cases:
         if arguments.only not in case.name:
             continue

@@ -921,14 +921,17 @@ static void pack_int8(const float *weight, int64_t inputs, int64_t count, char *
   }
 }
 
-/* Copy words of LANES outputs between rows of `words` words and a place in a panel, [words][PANEL]; returns how many of
- * each: all but those after the last whole vector. A word is an fp32 number or two bf16 numbers. */
-ALWAYS int64_t copy_words(float *rows, int64_t words, float *panel, int unpacks) {
+/* Copy words of LANES outputs between rows of `words` words, from index `row`, and a panel [words][PANEL], from index
+ * `place`; returns how many of each: all but those after the last whole vector. A word is an fp32 number, two bf16
+ * numbers, or a bf16 number (`narrow`). */
+ALWAYS int64_t copy_words(void *rows, int64_t row, int64_t words, void *panel, int64_t place, int unpacks, int narrow) {
   vec columns[LANES];
   int64_t k = 0;
   for (; k + LANES <= words; k += LANES) {
-    transpose(unpacks ? panel + k * PANEL : rows + k, 0, unpacks ? PANEL : words, 0, columns, 0);
-    for (int i = 0; i < LANES; i++) store(unpacks ? rows + i * words + k : panel + (k + i) * PANEL, columns[i]);
+    if (unpacks) transpose(panel, place + k * PANEL, PANEL, 0, columns, narrow);
+    else transpose(rows, row + k, words, 0, columns, narrow);
+    for (int i = 0; i < LANES; i++)
+      store_as(unpacks ? rows : panel, unpacks ? row + i * words + k : place + (k + i) * PANEL, columns[i], narrow);
   }
   return k;
 }
@@ -939,7 +942,6 @@ ALWAYS void copy_panels(void *weight, void *packed, int64_t outputs, int64_t inp
                         int unpacks) {
   int64_t beside = format == DOTS ? 2 : 1;
   int64_t panels = num_panels(outputs, kind), inner = outputs / 2, wide = packed_inputs(inputs, format);
-  int in_words = format == FP32 || (format == DOTS && inputs % 2 == 0);
   PARALLEL(outputs * inputs > MANY)
   for (int64_t p = 0; p < panels; p++) {
     int64_t first[2] = {p * PANEL, p * PANEL + HALF}, end[2] = {outputs, outputs};
@@ -951,9 +953,9 @@ ALWAYS void copy_panels(void *weight, void *packed, int64_t outputs, int64_t inp
                   (char *)packed + p * PANEL * wide, place);
         continue;
       }
-      if (in_words && output + LANES <= end[side])
-        k = beside * copy_words((float *)weight + output * inputs / beside, inputs / beside,
-                                (float *)packed + p * PANEL * wide / beside + place, unpacks);
+      if (inputs % beside == 0 && output + LANES <= end[side])
+        k = beside * copy_words(weight, output * inputs / beside, inputs / beside, packed,
+                                p * PANEL * wide / beside + place, unpacks, format == BF16);
       for (; k < wide; k++)
         for (int64_t c = 0; c < LANES; c++) {
           int64_t from = (output + c) * inputs + k, there = output + c < end[side] && k < inputs;

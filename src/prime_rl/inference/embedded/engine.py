@@ -45,7 +45,6 @@ from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import fill_weights
 from prime_rl.transport.weights import digest_tensor
-from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.training.sampling_support import check_supports
 
 PADDED_TOKENS, FLASH_TOKENS = 2048, 8192
@@ -89,7 +88,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         device = model.embedding().device
         if quantization is not None and (exact or device.type != "cpu"):
             raise ValueError(f'model.quantization = "{quantization}" needs a CPU and exact = false')
-        self.model = model.eval().requires_grad_(False).to(arithmetic_dtype(self.dtype, device))
+        self.model = model.eval().requires_grad_(False)
         self.version = 0
         self.exact = exact
         self.max_model_len = max_model_len or model.config.max_position_embeddings
@@ -262,11 +261,11 @@ class EmbeddedEngine(InProcessEngineMixin):
         A tensor published in another dtype is digested in that dtype, so equal digests imply lossless loading.
         `ValueError` without changes if names or shapes do not match.
         """
-        width = self.dtype.itemsize  # narrower tensors are widened while they are copied, without a copy of all
-        rounded = tensors
-        if any(tensor.itemsize > width for tensor in tensors.values()):
-            rounded = {n: tensor.to(self.dtype) if tensor.itemsize > width else tensor for n, tensor in tensors.items()}
-        given = fill_weights(self.model, rounded, ignore_layers_from=self._layers_kept, source="the new weights")
+        given = fill_weights(self.model, tensors, ignore_layers_from=self._layers_kept, source="the new weights")
+        if any(tensor.itemsize > self.dtype.itemsize for tensor in given.values()):
+            for parameter in self.model.parameters():
+                if parameter.dtype != self.dtype and not parameter.is_meta:
+                    parameter.copy_(parameter.to(self.dtype))
         self._decoder.refresh(given)
         self._change_version(version)
         return {

@@ -33,6 +33,7 @@ from prime_rl.trainer.models.causal_lm import (
     tensor_names,
 )
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.kernels.linear import multiply_wide, pack_weight, packed_linear, uses_onednn, widens
 from rollouts.kernels.select import find_kernels, gpu_kernels
 from rollouts.training.numerics import ONEDNN_MIN_ROWS, min_rows, repeat_last
@@ -310,12 +311,15 @@ class HeldTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def __contains__(self, name: object) -> bool:  # the inherited one would unpack
+        return name in self._tensors
+
 
 class PreparedDecoder:
     """A model prepared for inference; call `refresh` after every weight update.
 
     Weights are rounded to `dtype`, the storage dtype of the kernels, and may be stored in a wider one; those of
-    products to `weight_dtype` (int8: quantized) if it is given. With `releases`, the model loses the weights that
+    products to `weight_dtype` (int8: quantized) if it is given. With `owns_model`, the model loses the weights that
     kernels hold, and its embedding is rounded to `dtype`: it is of no use to others any more.
     """
 
@@ -325,13 +329,20 @@ class PreparedDecoder:
         exact: bool,
         dtype: torch.dtype,
         weight_dtype: torch.dtype | None = None,
-        releases: bool = False,
+        owns_model: bool = False,
     ) -> None:
         self.model, self.dtype = model, dtype
-        weight = model.embedding()
-        self.device, self.arithmetic = weight.device, weight.dtype
+        self.device = model.embedding().device
+        self.arithmetic = arithmetic_dtype(dtype, self.device)
         # Other model classes run their own forward pass.
         self.uses_model_forward = type(model) is not CausalLM
+        releases = owns_model and not self.uses_model_forward
+        if releases:  # its layers are converted one by one
+            for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
+                module.to(self.arithmetic)
+        else:
+            model.to(self.arithmetic)
+        weight = model.embedding()
         self.min_rows = min_forward_rows(weight) if exact or weight.is_cpu else 1
         self.fuse = fuses_norms(weight, exact)
         self.prefill_kernels: Any = None
@@ -350,6 +361,7 @@ class PreparedDecoder:
         if self.uses_model_forward:
             return
         for layer in model.model.layers:
+            layer.to(self.arithmetic)
             self.layers.append(PreparedLayer(cast(DecoderLayer, layer), exact, weight_dtype))
             if releases:
                 for product in self.layers[-1].products:

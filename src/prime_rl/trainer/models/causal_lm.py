@@ -313,7 +313,7 @@ class CausalLM(nn.Module):
         return self.lm_head(hidden)
 
     def embedding(self) -> Tensor:
-        """The token embedding matrix; its device and dtype are those of the model."""
+        """The token embedding matrix; its device and dtype are those of the model, unless an engine owns that."""
         return self.model.embed_tokens.weight
 
 

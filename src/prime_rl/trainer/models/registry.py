@@ -105,10 +105,11 @@ def _build_empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device
 def fill_weights(
     model: CausalLM, tensors: dict[str, Tensor], *, ignore_layers_from: int | None = None, source: str = "the weights"
 ) -> dict[str, Tensor]:
-    """Copy `tensors` into the model's parameters, casting to their dtype; all names must match. Returns those copied.
+    """Copy `tensors` into the model's parameters, casting to their dtype; returns them by the names of `tensor_names`.
 
-    Experts may be individual, as in checkpoints, or stacked, as in transformers 5. A tied head and layers from
-    `ignore_layers_from` on are skipped. `ValueError`, without any change, for mismatched names or shapes.
+    All names must match. Experts may be individual, as in checkpoints, or stacked, as in transformers 5. A tied head
+    and layers from `ignore_layers_from` on are skipped. `ValueError`, without any change, for mismatched names or
+    shapes.
     """
     expected = tensor_names(model)
     named = model.parse_tensors(tensors).items()

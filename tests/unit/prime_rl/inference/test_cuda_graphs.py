@@ -264,7 +264,7 @@ def test_bf16_is_as_near_to_fp32_as_eagerly(arithmetic: torch.dtype, monkeypatch
     """The log-probs of tokens decoded over two columns of keys, computed in bf16 as on a GPU, or as on a CPU."""
     requests = [request([(n * i) % 97 for i in range(150)], temperature=0.0, max_tokens=2) for n in range(1, 17)]
     fp32 = run(build_engine(build_model(0), None), *requests)
-    monkeypatch.setattr("prime_rl.inference.embedded.engine.arithmetic_dtype", lambda *_: arithmetic)
+    monkeypatch.setattr("prime_rl.inference.embedded.prepared_decoder.arithmetic_dtype", lambda *_: arithmetic)
     errors = []
     for recorder in (TapeRecorder(), None):
         outputs = run(build_engine(build_model(0).bfloat16(), recorder), *requests)

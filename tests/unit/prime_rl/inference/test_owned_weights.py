@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
+from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.embedded.loading import build_engine
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.lora import LoraSpec, add_lora, peft_tensors
@@ -39,7 +43,13 @@ def model_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def build(model_dir: Path, seed: int, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_decoder(model_dir, random_init=True, seed=seed, dtype=dtype)
+    """Random weights; biases and norms, too, differ between seeds."""
+    model, noise = load_decoder(model_dir, random_init=True, seed=seed, dtype=dtype), torch.Generator()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=noise.manual_seed(seed)))
+    return model
 
 
 def run(engine: EmbeddedEngine, adapter: str | None = None) -> list[tuple[list[int], list[float]]]:
@@ -48,13 +58,16 @@ def run(engine: EmbeddedEngine, adapter: str | None = None) -> list[tuple[list[i
         GenerationRequest([i + 1] * (150 if i == 2 else 5 + i), SamplingParams(max_tokens=6, seed=i), adapter=adapter)
         for i in range(4)
     ]
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    requests.append(GenerationRequest([*range(20)], scored, adapter=adapter))
     for request in requests:
         engine.add(request)
     found = {}
     while engine.has_work():
         for event in engine.step():
             if isinstance(event, Output):
-                found[event.request] = (event.token_ids, event.logprobs)
+                of_prompt = [] if event.prompt_logprobs is None else event.prompt_logprobs.logprobs
+                found[event.request] = (event.token_ids, [*event.logprobs, *of_prompt])
     return [found[request] for request in requests]
 
 
@@ -79,7 +92,10 @@ def test_results_and_digests_are_those_of_a_shared_model(model_dir: Path, dtype:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_only_the_kernels_hold_matrices(model_dir: Path, dtype: str) -> None:
     model = build(model_dir, 0, DTYPES[dtype])
-    EmbeddedEngine(model, owns_model=True)
+    before = weakref.ref(model.model.layers[0].self_attn.q_proj.weight)
+    engine = EmbeddedEngine(model, owns_model=True)
+    gc.collect()
+    assert before() is None and engine.model is model
     held = {name for name, parameter in model.named_parameters() if parameter.ndim > 1 and not parameter.is_meta}
     experts = {name for name in held if ".mlp." in name}  # their products are those of the model
     assert held - experts == {"model.embed_tokens.weight"}
@@ -88,12 +104,31 @@ def test_only_the_kernels_hold_matrices(model_dir: Path, dtype: str) -> None:
 
 
 @needs_kernels
-def test_weights_mapped_from_a_file_are_loaded(model_dir: Path) -> None:
-    engine, other = EmbeddedEngine(build(model_dir, 0), owns_model=True), EmbeddedEngine(build(model_dir, 1))
-    new = tensor_names(build(model_dir, 1))
-    save_tensors({name: tensor.contiguous() for name, tensor in new.items()}, model_dir / "model.safetensors")
-    engine.load_weights(MappedTensors(read_files(model_dir)), 1)
-    assert run(engine) == run(other)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("owns", [False, True], ids=["shared", "owned"])
+def test_weights_mapped_from_a_float32_file_are_rounded(model_dir: Path, dtype: str, owns: bool) -> None:
+    engine = EmbeddedEngine(build(model_dir, 0, DTYPES[dtype]), owns_model=owns)
+    new = build(model_dir, 1)
+    tensors = {name: tensor.contiguous() for name, tensor in tensor_names(new).items()}
+    save_tensors(tensors, model_dir / "model.safetensors")
+    digests = engine.load_weights(MappedTensors(read_files(model_dir)), 1)
+    assert run(engine) == run(EmbeddedEngine(new.to(DTYPES[dtype])))
+    rounded = {name: tensor.to(DTYPES[dtype]).float() for name, tensor in tensors.items()}
+    assert digests == {name: digest_tensor(tensor) for name, tensor in rounded.items()}
+
+
+@needs_kernels
+def test_a_server_owns_its_model(tmp_path: Path) -> None:
+    config = InferenceConfig(output_dir=tmp_path, model={"name": "tiny-qwen3", "debug": {"random_init": True}})
+    engine = build_engine(config, resolve_model_dir("tiny-qwen3"), lambda ids: "")
+    assert engine.model.model.layers[0].mlp.down_proj.weight.is_meta
+
+
+@needs_kernels
+def test_looking_for_a_name_unpacks_nothing(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = EmbeddedEngine(build(model_dir, 0), owns_model=True).tensors()
+    monkeypatch.setattr(cpu_kernels.PackedWeight, "unpack", None)
+    assert "model.layers.0.self_attn.q_proj.weight" in tensors and "model.layers.9.norm.weight" not in tensors
 
 
 @needs_kernels
