@@ -157,8 +157,8 @@ def _locate(
         if owner is not None:
             meaning = describe_field(owner, part)
             known = isinstance(node, owner) if isinstance(node, BaseModel) else False
-            is_off = is_off or (config is not None and not known)
-            node = getattr(node, part) if known else _value_of(owner.model_fields[part], None, part)
+            is_off = is_off or (not known and (config is not None or isinstance(node, BaseModel)))
+            node = _value_of(owner.model_fields[part], node if known else None, part, is_default=config is None)
             is_off = is_off or (node is None and below.kind == "section")
         elif isinstance(node, list | tuple):
             node = node[int(part)] if part.isdigit() and int(part) < len(node) else None
@@ -175,15 +175,16 @@ def _short_row(name: str, meaning: str, schema: FieldSchema, value: Any, source:
 
 
 def _one_line_each(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows; a meaning that does not fit ends at a clause."""
+    """The rows; of a meaning that does not fit, the whole sentences that do, or its beginning and "..."."""
     width = max(len(row[0]) for row in rows)
     for name, _, value, meaning in rows:
         left = f"  {name:<{width}}  {value:<{SHORT_VALUE_WIDTH}}  "
         room = SCREEN_WIDTH - len(left)
         meaning = meaning.strip().removesuffix(".")
         if len(meaning) > room:
-            clauses = [meaning[: match.start()] for match in re.finditer(r"[.;,] ", meaning[: room + 1])]
-            meaning = clauses[-1] if clauses and len(clauses[-1]) > room // 3 else meaning[: room - 3].rstrip() + "..."
+            sentences = meaning[: room + 1].rpartition(". ")[0]
+            words = meaning[: room - 3].rpartition(" ")[0].rstrip(";,:")
+            meaning = sentences if len(sentences) > room // 3 else words + "..."
         yield (left + meaning).rstrip()
 
 
@@ -212,7 +213,8 @@ def _blocks(
     rows: list[Row] = []
     below: list[str] = []
     for name, field in config_cls.model_fields.items():
-        schema, value, meaning = field_schema(field), _value_of(field, config, name), describe_field(config_cls, name)
+        schema, meaning = field_schema(field), describe_field(config_cls, name)
+        value = _value_of(field, config, name, is_default=not sources)
         is_list = schema.kind == "list" and schema.item is not None and schema.item.kind == "section"
         if schema.kind == "section" or is_list:
             below += _section_blocks(meaning, schema, value, (*path, name), sources)
@@ -246,8 +248,10 @@ def _section_blocks(
         yield from _blocks(section, value if active else None, path, heading, sources if active else {})
 
 
-def _value_of(field: FieldInfo, config: BaseModel | None, name: str) -> Any:
-    if config is not None:
+def _value_of(field: FieldInfo, config: BaseModel | None, name: str, is_default: bool = False) -> Any:
+    """The value in `config`, or the default; in a default config None if it is derived from other sections."""
+    is_derived = is_default and bool(field.default_factory_takes_validated_data)
+    if config is not None and not (is_derived and name not in config.model_fields_set):
         return getattr(config, name)
     if field.is_required():
         return REQUIRED

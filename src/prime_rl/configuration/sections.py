@@ -191,7 +191,7 @@ class EnvConfig(BaseConfig):
     dependents: ClassVar[Mapping[str, tuple[str, ...]]] = {"id": ("args",)}
 
     id: str = "reverse-text"
-    """A package (reverse-text, org/reverse-text), module:factory in plain Python or verifiers, or ./path.py."""
+    """Package (reverse-text, org/reverse-text), ./path.py, or module:factory in plain Python or verifiers."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of its load_environment; {} removes those of a file, and so does another id."""

@@ -40,7 +40,7 @@ class ServerConfig(BaseConfig):
     """Listen address; 0.0.0.0 accepts other machines (set api_key_var then)."""
 
     port: int = Field(default=8000, ge=1, le=65535)
-    """Listen port; unset: where it is in use, rl takes the next free one."""
+    """Listen port; unset: 8000 or, in rl, the next free one."""
 
     api_key_var: str | None = None
     """Environment variable with an API key; requests must then send it as a bearer token.

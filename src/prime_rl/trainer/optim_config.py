@@ -30,8 +30,7 @@ class OptimizerConfig(BaseConfig):
     """Optimizer."""
 
     lr: float = Field(default_factory=lambda _: RL_LR, ge=0)
-    """Peak learning rate; unset: 1e-5 for RL and 2e-5 for SFT, ten times that with LoRA. The defaults are for adamw and
-    muon."""
+    """Peak learning rate; unset: RL 1e-5, SFT 2e-5, with LoRA ten times that. The defaults are for adamw and muon."""
 
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay."""

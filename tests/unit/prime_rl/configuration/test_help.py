@@ -73,6 +73,31 @@ def test_values_of_files_and_options_replace_the_defaults() -> None:
     assert "trainer.seed" not in lines, "copied from another key, so it is not"
 
 
+def test_defaults_that_do_not_apply_are_not_shown() -> None:
+    def line(key: str, *options: str) -> list[str]:
+        config = parse_argv(load("sft"), options, "sft", {})[0] if options else None
+        return next(line for line in show("sft", config=config).splitlines() if line.startswith(f"  {key} ")).split()
+
+    assert line("optim.lr")[1] == "<float>", "it depends on the command and on LoRA"
+    assert line("optim.lr", "--max_steps", "7")[1] == "2e-05"
+    assert line("optim.lr", "--model.lora.rank", "4")[1] == "0.0002"
+    assert line("scheduler.warmup_steps")[1] == "off", "the schedule is constant"
+    assert line("scheduler.warmup_steps", "--scheduler.type", "linear", "--max_steps", "50")[1] == "10"
+
+
+def test_a_meaning_is_never_cut_into_another_one() -> None:
+    """Whole sentences, or a mark that something is missing."""
+    for prog in COMMANDS:
+        keys = set(all_keys(section_schema(load(prog))))
+        for line in show(prog).split("Main keys:")[1].split("Sections")[0].splitlines():
+            name, _, meaning = line[2:].partition(" ")
+            if name not in keys or not meaning or meaning.endswith("..."):
+                continue
+            whole = " ".join(show(prog, name).split())
+            ending = meaning.split("  ")[-1].strip()
+            assert f"{ending}." in whole, (prog, line)
+
+
 def test_an_unknown_topic_has_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"did you mean --help trainer\.optim\?"):
         show("rl", "trainer.optm")
