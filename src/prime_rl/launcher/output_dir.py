@@ -48,7 +48,7 @@ def prepare_output_dir(config: RLConfig) -> None:
         return
     used = find_used(run.step_dirs)
     if used and not config.clean:
-        raise ValueError(run.describe_used(CKPT_PARTS, resume="--resume", options=OR_CLEAN))
+        raise ValueError(run.describe_used(CKPT_PARTS, options=OR_CLEAN))
     for root in used:
         check_model_not_removed(config, root)
     run.archive(run.records)

@@ -79,7 +79,7 @@ class CheckpointStore:
         if self.config is not None and self.config.resume_step is not None:
             self.run.archive_steps({self.run.rollouts: step, self.root: step}, PART)
         elif any(other > step for other in complete_steps(self.run.rollouts)):
-            raise ValueError(self.run.describe_used(CKPT_PARTS))
+            raise ValueError(self.run.describe_used(CKPT_PARTS, resume="--ckpt.resume-step -1"))
         remove_unfinished(self.run.rollouts)
 
 

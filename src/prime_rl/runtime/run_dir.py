@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollouts.training.steps import complete_steps, find_damage, latest_step, parse_step, step_path
 
-RESUME_OPTION = "--ckpt.resume-step -1"
+RESUME_OPTION = "--resume"
 CKPT_PARTS = ("trainer", "orchestrator")
 """Parts of `checkpoints/step_N`: each process publishes its own, and a run resumes from steps that have all."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -168,6 +168,9 @@ class TrainerConfig(TrackersConfig):
     output_dir: Path = Path("outputs")
     """Directory for weights, checkpoints, metrics and logs."""
 
+    resume: bool = False
+    """Resume from the latest complete checkpoint, if there is one: ckpt.resume_step = -1."""
+
     bench: bool = False
     """Benchmark a few steps on fake data of the configured sizes and print a table; writes no output."""
 
@@ -186,6 +189,18 @@ class TrainerConfig(TrackersConfig):
     def default_lr(cls, *, lora: bool) -> float:
         """The learning rate when `optim.lr` is unset."""
         return cls.full_lr * LORA_LR_FACTOR if lora else cls.full_lr
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_resume(cls, values: Any, info: ValidationInfo) -> Any:
+        """Set the checkpoint to resume from, unless one is named."""
+        if not isinstance(values, dict) or str(values.get("resume")).lower() != "true":
+            return values
+        ckpt = values.get("ckpt")
+        if ckpt is not None and (not isinstance(ckpt, dict) or ckpt.get("resume_step") is not None):
+            return values
+        note_source(info, "ckpt.resume_step", "resume")
+        return {**values, "ckpt": {**(ckpt or {}), "resume_step": -1}}
 
     @field_validator("optim")
     @classmethod
@@ -263,7 +278,7 @@ class TrainConfig(TrainerConfig):
         model.name max_steps output_dir seed model.seq_len max_async_level loss.type loss.kl_coef loss.teacher_tau
         micro_bs optim.lr optim.type optim.weight_decay optim.max_norm scheduler.type scheduler.warmup_steps
         model.lora.rank model.dtype model.attn parallel.dp parallel.tp data.fake.batch_size transport.type
-        weight_broadcast.type ckpt.interval ckpt.keep ckpt.resume_step wandb.project log.level
+        weight_broadcast.type ckpt.interval ckpt.keep resume wandb.project log.level
     """.split()
 
     full_lr = RL_LR
@@ -280,7 +295,7 @@ class TrainConfig(TrainerConfig):
     weight_broadcast: TrainerWeightBroadcastConfig = TrainerWeightBroadcastConfig()
 
     max_async_level: int = Field(default=2, ge=0)
-    """Maximum policy staleness of a sample, in optimizer steps; older published weights are pruned."""
+    """Maximum policy staleness of a sample, in versions (one for each batch); older published weights are pruned."""
 
     num_minibatches: int = Field(default=1, ge=1)
     """Parts of a batch, each with an optimizer step of its own."""
@@ -385,7 +400,7 @@ class SFTConfig(TrainerConfig):
         data.pack_function data.truncate data.loss_mask.assistant val.interval val.num_samples
         tokenizer.chat_template micro_bs optim.lr optim.type optim.weight_decay optim.max_norm scheduler.type
         scheduler.warmup_steps model.lora.rank model.dtype model.attn parallel.dp ckpt.interval ckpt.keep
-        ckpt.resume_step wandb.project log.level deployment.type
+        resume wandb.project log.level deployment.type
     """.split()
 
     full_lr = SFT_LR

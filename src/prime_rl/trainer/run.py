@@ -149,9 +149,7 @@ def summarize(run: RunDir, num_steps: int, *, resumable: bool) -> str:
     newest = step_path(run.weights, num_steps)
     table: dict[str, object] = {"metrics": run.metrics, "logs": run.logs}
     if resumable:
-        table["resume"] = (
-            f"--output-dir {run.root} --ckpt.resume-step -1, and a higher --max-steps (sft: or --num-epochs)"
-        )
+        table["resume"] = f"--output-dir {run.root} --resume, and a higher --max-steps (sft: or --num-epochs)"
     if newest.exists():
         table |= {"weights": newest, "next": f"inference --model.name {newest}"}
     return "".join(f"  {name:<8} {value}\n" for name, value in table.items())

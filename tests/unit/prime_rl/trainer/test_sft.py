@@ -308,7 +308,7 @@ def test_num_epochs_set_schedule_and_last_step(tmp_path: Path) -> None:
     rows = [row for row in load_jsonl(tmp_path / "out/metrics.jsonl") if "loss/mean" in row]
     assert len(rows) == 5 and rows[-1]["optim/lr"] == pytest.approx(1e-4)
     assert rows[-1]["progress/num_samples"] == 20 and complete_steps(tmp_path / "out/weights") == [5]
-    train(make_config(tmp_path / "out", data, **changes | {"num_epochs": 3, "ckpt": {"resume_step": -1}}))
+    train(make_config(tmp_path / "out", data, **changes | {"num_epochs": 3, "resume": True, "ckpt": None}))
     train(make_config(tmp_path / "straight", data, **changes | {"num_epochs": 3}))
     assert complete_steps(tmp_path / "out/weights") == [5, 8] and complete_steps(tmp_path / "straight/weights") == [8]
 

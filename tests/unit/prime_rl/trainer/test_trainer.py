@@ -226,7 +226,7 @@ def test_a_run_shows_its_progress_and_how_to_continue(
     train(make_config(tmp_path, ckpt={"interval": 2}))
     assert (shown[0].total, shown[0].done) == (3, 3)
     out = capsys.readouterr().out
-    assert f"--output-dir {tmp_path} --ckpt.resume-step -1" in out
+    assert f"--output-dir {tmp_path} --resume" in out
     assert re.search(r"Step 2 .*\n.* About \d+ s for the remaining 1 steps\n.* Step 3 ", out)
 
 
