@@ -27,12 +27,15 @@ def run(module: str, *argv: str, cwd: Path, path: Path) -> subprocess.CompletedP
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> Path:
-    for name in ("pip/__main__", "verifiers/scripts/install", "verifiers/scripts/rl"):
+    for name in ("pip/__main__", "verifiers/scripts/install"):
         file = tmp_path / "path" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(ECHO)
     (tmp_path / "path" / "pip" / "__main__.py").write_text(
         "import sys\nopen('asked', 'w').write(' '.join(sys.argv[1:]))\nsys.exit('boom' if 'bad' in sys.argv[-1] else 0)"
+    )
+    (tmp_path / "path" / "verifiers" / "scripts" / "rl.py").write_text(
+        "import sys\ndef main():\n    print('their main', sys.argv[1:])"
     )
     for package in ("pip", "verifiers", "verifiers/scripts"):
         (tmp_path / "path" / package / "__init__.py").write_text("")
@@ -99,9 +102,12 @@ def test_vf_rl(stand_ins: Path, tmp_path: Path) -> None:
     for argv in (["@", ours], [f"@{ours}"], ["@", ours, "--run=x"]):
         done = run("prime_rl.envs.vf_rl", *argv, cwd=here, path=stand_ins)
         assert f"'scripts', 'prime_rl_train.py'] {argv}" in done.stdout, done.stderr
-    for argv in (["@", str(tmp_path / "theirs.toml")], ["--help"], []):
+    for argv in (["@", str(tmp_path / "theirs.toml")], ["--other"]):
         done = run("prime_rl.envs.vf_rl", *argv, cwd=here, path=stand_ins)
-        assert f"['verifiers', 'scripts', 'rl.py'] {argv}" in done.stdout, done.stderr
+        assert done.stdout == f"their main {argv}\n", done.stderr
+    for argv in (["--help"], []):
+        done = run("prime_rl.envs.vf_rl", *argv, cwd=here, path=stand_ins)
+        assert done.returncode == 0 and done.stdout.startswith("usage: vf-rl @ FILE.toml"), done.stderr
     done = run("prime_rl.envs.vf_rl", "@", "none.toml", cwd=here, path=stand_ins)
     assert done.returncode == 2 and done.stderr == "error: none.toml cannot be read: No such file or directory\n"
 

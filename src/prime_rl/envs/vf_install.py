@@ -19,6 +19,11 @@ from prime_rl.runtime.redacted_output import protect_output
 from rollouts.training.environments.resolve import find_environment
 
 PASSED_ON = "verifiers.scripts.install"
+USAGE = """usage: vf-install .                      install the environment in this folder, in editable form
+       vf-install NAME --from-local       install the folder environments/NAME
+       vf-install ARGUMENTS               the command of verifiers:
+
+"""
 
 
 def main() -> None:
@@ -31,6 +36,8 @@ def install(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     if "--version" in argv:
         return show_version()
+    if {"--help", "-h"} & set(argv):
+        sys.stdout.write(USAGE)
     folder = find_folder(argv)
     if folder is None and len(argv) == 1 and not argv[0].startswith("-") and shutil.which("uv") is None:
         if "/" in argv[0]:
@@ -39,7 +46,7 @@ def install(argv: Sequence[str]) -> int:
             return 0
         folder = find_folder([*argv, "--from-local"])
     if folder is None:
-        pass_on(PASSED_ON, argv)
+        replace_process("-m", PASSED_ON, *argv)
     install_folder(folder)
     sys.stdout.write(f"installed {folder} in editable form: changes of its files need no second installation\n")
     return 0
@@ -64,10 +71,10 @@ def find_folder(argv: Sequence[str]) -> Path | None:
     return folder
 
 
-def pass_on(module: str, argv: Sequence[str]) -> NoReturn:
-    """Replace this process by `python -m module` with these arguments."""
+def replace_process(*argv: str) -> NoReturn:
+    """Replace this process by Python with these arguments."""
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *argv])
+    os.execv(sys.executable, [sys.executable, *argv])
 
 
 if __name__ == "__main__":

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configuration.command import exit_with_errors, show_version
-from prime_rl.envs.vf_install import pass_on
+from prime_rl.envs.vf_install import replace_process
 from prime_rl.runtime.redacted_output import protect_output
 
-PASSED_ON = "verifiers.scripts.rl"
+THEIRS = "import sys; sys.argv[0] = 'vf-rl'; from verifiers.scripts.rl import main; main()"
+"""Their module has a function but no script."""
 TRAINER = "scripts.prime_rl_train"
+USAGE = """usage: vf-rl @ FILE.toml
+
+Train a nanochat model as FILE.toml says: runs scripts.prime_rl_train, see docs/nanochat.md.
+Any other arguments are those of `vf-rl` of the package verifiers-rl, if it is installed.
+"""
 
 
 def main() -> None:
@@ -24,14 +30,17 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command: --version here, everything else in another program that replaces this process."""
+    """Run the command: --version and --help here, everything else in another program that replaces this process."""
     if "--version" in argv:
         return show_version()
+    if not argv or {"--help", "-h"} & set(argv):
+        sys.stdout.write(USAGE)
+        return 0
     if not is_ours(argv):
-        pass_on(PASSED_ON, argv)
+        replace_process("-c", THEIRS, *argv)
     root = find_checkout()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    pass_on(TRAINER, argv)
+    replace_process("-m", TRAINER, *argv)
 
 
 def is_ours(argv: Sequence[str]) -> bool:
