@@ -22,7 +22,8 @@ def describe(config: PlanConfig, shape: ModelShape, split: Split) -> Iterator[st
     yield f"{config.model.name}: {shape.parameters / 1e9:.2f}B parameters" + (
         f", {shape.active_parameters / 1e9:.2f}B per token" if shape.experts else ""
     )
-    yield f"{cluster.num_gpus} x {cluster.gpu}: {split.trainer_gpus} train ({dims}), {split.engines} engines of {tp}"
+    gpu = "h100 (assumed: cluster.gpu names another)" if cluster.gpu == "auto" else cluster.gpu
+    yield f"{cluster.num_gpus} x {gpu}: {split.trainer_gpus} train ({dims}), {split.engines} engines of {tp}"
     yield ""
     yield f"trainer, each GPU   {fits(split.memory)}"
     if config.inference is not None and split.generation is not None:
@@ -75,8 +76,8 @@ def advise(config: PlanConfig, shape: ModelShape, split: Split) -> Iterator[str]
         by_files = config.weight_broadcast.type == "filesystem"
         fix = "a faster file system (/dev/shm)" if by_files else 'weight_broadcast.type = "filesystem" in /dev/shm'
         yield (
-            f"a weight update takes {split.weight_update:.1f} s, longer than a step: samples will be staler than "
-            f"max_async_level allows and the trainer will wait for engines; use {fix} or LoRA"
+            f"a weight update takes {split.weight_update:.1f} s, longer than a step: weights arrive late, so "
+            f"the trainer will wait for samples that max_async_level allows; use {fix} or LoRA"
         )
 
 
