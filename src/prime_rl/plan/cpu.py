@@ -1,7 +1,7 @@
 """Estimates for a run on the processor of this machine: time per step, memory and total time.
 
-One thread each for trainer and engine, in fp32, which is what they use on few cores. The speed of matrix products and
-of memory is measured when the plan is made, in half a second.
+Times are those of one thread each for trainer and engine, in fp32. The speed of matrix products and of memory is
+measured when the plan is made, in half a second.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from prime_rl.plan.config import GiB, PlanConfig
 from prime_rl.plan.memory import LOGITS, count_lora
 from prime_rl.plan.shapes import ModelShape
 from prime_rl.plan.speed import training_flops
+from prime_rl.runtime.core_lease import MIN_PARAMETERS
 from prime_rl.runtime.machine import num_cores
 
 ROWS = 256
@@ -119,13 +120,17 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     kept = 2.0 * shape.layer_bytes * micro * (shape.layers if config.trainer.model.ac is None else 1)
     frozen = shape.parameters - trained if trained < shape.parameters else 0
     cached = rollouts * (config.prompt_tokens + config.longest_completion) * 2.0 * shape.kv_bytes
+    at_once = config.trainer.max_concurrent_micro_batches or (2 if shape.parameters >= MIN_PARAMETERS else 1)
+    at_once = min(at_once, machine.cores)
     held = shape.parameters + (shape.head_parameters if shape.tied else 0)  # the head is packed beside the embedding
+    if config.weight_broadcast.type != "filesystem" or config.weight_broadcast.delta:
+        held += shape.parameters  # the new weights, in memory until they are packed
     return CpuEstimate(
         training=training,
         generation=generation,
         weight_update=update,
         overlaps=config.max_async_level > 0 and machine.cores > 1,
-        trainer_bytes=16.0 * trained + 4.0 * frozen + kept + LOGITS + RUNTIME,
+        trainer_bytes=(12.0 + 4.0 * at_once) * trained + 4.0 * frozen + at_once * (kept + LOGITS) + RUNTIME,
         engine_bytes=4.0 * held + min(cached, machine.memory / 4) + RUNTIME,
         memory=machine.memory,
     )

@@ -314,6 +314,10 @@ def test_cpu_estimate_follows_work_and_speed() -> None:
     adapter = estimate_cpu(parse(f"{SMALL_RUN} --trainer.model.lora.rank 8"), shape, MACHINE)
     assert adapter.trainer_bytes < base.trainer_bytes - 8 * shape.parameters
     assert not estimate_cpu(config, KNOWN["Qwen/Qwen3-8B"], MACHINE).fits
+    single = estimate_cpu(parse(f"{SMALL_RUN} --trainer.max-concurrent-micro-batches 1"), shape, MACHINE)
+    assert base.trainer_bytes > single.trainer_bytes + 4 * shape.parameters, "a second micro-batch has gradients too"
+    delta = estimate_cpu(parse(f"{SMALL_RUN} --trainer.model.dtype bfloat16 --weight-broadcast.delta"), shape, MACHINE)
+    assert delta.engine_bytes == base.engine_bytes + 4 * shape.parameters
 
 
 def test_cpu_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
