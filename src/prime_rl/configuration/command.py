@@ -29,12 +29,14 @@ def run_command(
     explain: Callable[[Any], list[str]] = lambda _: [],
     preview: Callable[[Any], str | None] = lambda _: None,
     record: bool = False,
+    writes: bool = True,
 ) -> NoReturn:
     """Run a command and exit with 0 (success), 2 (`ValueError`: invalid input) or 1 (failure).
 
     `config_cls` is the config class that `run` takes, or its location as "module:name", imported when needed.
     `explain` returns comment lines that --dry-run prints before the values; `preview` returns text printed instead of
-    them. With `record` the resolved config is written to `<output_dir>/configs/<prog>.toml`.
+    them. With `record` the resolved config is written to `<output_dir>/configs/<prog>.toml`. `writes`: whether the
+    command writes to `output_dir`, which is then created.
     """
     protect_output()
     argv = sys.argv[1:]
@@ -66,7 +68,8 @@ def run_command(
             comments = "".join(f"# {line}\n" for line in explain(config))
             sys.stdout.write(comments + render_toml(config, config.provenance))
             return 0
-        _check_output_dir(config)
+        if writes:
+            _check_output_dir(config)
         if record:
             _record(config, prog)
         return run(config)

@@ -157,8 +157,11 @@ def describe_cpu(config: PlanConfig, shape: ModelShape, machine: Machine, estima
         total = config.max_steps * estimate.seconds + STARTUP_S
         yield f"the run             {total / 60:8.1f} min  for {config.max_steps} steps"
     yield ""
-    lengths = f"prompts of {config.prompt_tokens} and completions of {config.completion_tokens} tokens"
-    yield f"- {lengths} are assumed (workload.prompt_tokens, workload.completion_tokens)"
+    workload = config.workload
+    if workload.prompt_tokens is None:
+        yield f"- prompts of {config.prompt_tokens} tokens are assumed: set workload.prompt_tokens"
+    if workload.completion_tokens is None:
+        yield f"- completions of {config.completion_tokens} tokens are assumed: set workload.completion_tokens"
     yield "- times are those of idle cores, often within a factor of two"
     if not estimate.fits:
         yield "- lower trainer.micro_bs or seq_len, set [trainer.model.ac], or train an adapter: [trainer.model.lora]"

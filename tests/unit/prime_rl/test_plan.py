@@ -24,7 +24,7 @@ from prime_rl.plan.memory import (
     logits_memory,
     trainer_memory,
 )
-from prime_rl.plan.plan import plan
+from prime_rl.plan.plan import main, plan
 from prime_rl.plan.report import describe
 from prime_rl.plan.shapes import KNOWN, parse_shape, read_shape
 from prime_rl.plan.speed import generate, quantiles, train, training_flops, weight_update_s
@@ -326,6 +326,21 @@ def test_cpu_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     for word in ("2 cores, 16 GiB", "fits:", "train a batch", "generate a batch", "a step", "min  for 30 steps"):
         assert word in out
+
+
+def test_assumed_lengths_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("prime_rl.plan.cpu.measure_machine", lambda *_: MACHINE)
+    plan(parse("--model.name Qwen/Qwen3-0.6B --cluster.gpu cpu --workload.prompt-tokens 9"))
+    out = capsys.readouterr().out
+    assert "completions of 1019 tokens are assumed" in out and "prompts of" not in out
+
+
+def test_a_plan_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["plan", "--model.name", "Qwen/Qwen3-0.6B", "--cluster.gpu", "h100"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0 and not list(tmp_path.iterdir())
 
 
 def test_measured_speed_is_plausible() -> None:

@@ -346,10 +346,11 @@ def test_docs_snippets_work(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.
     assert parsed == 3
     monkeypatch.chdir(ROOT)
     commands = [line.split("#")[0].split() for kind, text in blocks if kind == "bash" for line in text.splitlines()]
-    assert len(commands) == 4
+    assert len(commands) == 5
     for words in commands:
         assert words[0] == "sft"
-        short = [] if "@" in words and "--trace-path" not in words else ["--max-steps", "3"]
+        ends = "--num-epochs" in words or ("@" in words and "--trace-path" not in words)
+        short = [] if ends else ["--max-steps", "3"]
         parse_argv(SFTConfig, [*words[1:], *short], "sft", environ={})
 
 
