@@ -36,5 +36,5 @@ def open_page(browser: Any) -> Iterator[Open]:
 
     yield opening
     for one in opened:
-        one.page.close()
+        one.close()
         assert one.wrong == [], "the page complained"

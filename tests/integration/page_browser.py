@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 90.0
@@ -20,8 +20,12 @@ Open = Callable[[str], "OpenPage"]
 class OpenPage:
     """A page with its requests and errors."""
 
+    opened: ClassVar[list[OpenPage]] = []
+    """All pages that were not closed."""
+
     def __init__(self, browser: Any, url: str) -> None:
-        self.page = browser.new_page(viewport={"width": 1300, "height": 800})
+        self.url, self.page = url, browser.new_page(viewport={"width": 1300, "height": 800})
+        self.opened.append(self)
         self.asked: list[str] = []
         self.wrong: list[str] = []
         self.page.on("request", lambda request: self.asked.append(request.url))
@@ -30,6 +34,11 @@ class OpenPage:
         self.page.set_default_timeout(1000 * PATIENCE_S)
         self.page.goto(url)
         self.page.wait_for_selector(".sentence, .list li, .runs li, .lead")
+
+    def close(self) -> None:
+        if self in self.opened:
+            self.opened.remove(self)
+            self.page.close()
 
     def texts(self, selector: str) -> list[str]:
         return self.page.locator(selector).all_inner_texts()
@@ -54,9 +63,14 @@ class OpenPage:
 
 @contextmanager
 def serve_page(run: Path) -> Iterator[str]:
-    """The address at which the real command shows a run, or all runs of a folder."""
+    """The address at which the real command shows a run, or all runs of a folder.
+
+    Its pages are closed before it ends, since they would report that they cannot reach it.
+    """
     with start_page(run) as (url, _):
         yield url
+        for page in [page for page in OpenPage.opened if page.url.startswith(url)]:
+            page.close()
 
 
 @contextmanager

@@ -322,7 +322,7 @@ def test_killed_run_and_lost_server_are_shown(tmp_path: Path, open_page: Open) -
     command = [sys.executable, "-c", record, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as recorder:
         assert recorder.stdout is not None and recorder.stdout.readline() == b"ready\n"
-        with serve_page(run) as url:
+        with start_page(run) as (url, _):
             opened = open_page(url)
             page = opened.page
             assert opened.texts(".badge") == ["running"] and page.locator(".lost-bar").is_hidden()
@@ -340,7 +340,7 @@ def test_killed_run_and_lost_server_are_shown(tmp_path: Path, open_page: Open) -
 def test_lost_server_of_a_running_run_is_a_state(tmp_path: Path, open_page: Open) -> None:
     run = write_page_run(tmp_path / "run", num_steps=3)
     with StateRecorder(run, "rl"):
-        with serve_page(run) as url:
+        with start_page(run) as (url, _):
             opened = open_page(url)
             page = opened.page
             assert opened.texts(".badge") == ["running"]

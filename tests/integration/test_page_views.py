@@ -79,7 +79,6 @@ def test_a_page_waits_for_a_run_that_has_not_started(tmp_path: Path, open_page: 
             append_jsonl(run / "metrics.jsonl", [{**row, "timestamp": time.time()} for row in metric_rows(1)])
             opened.wait_until(lambda: ": 1 step." in opened.texts(".sentence")[0], "the first step")
         opened.wait_until(lambda: opened.texts(".badge") == ["finished"], "the end")
-        opened.page.close()  # it still asks, and the server ends here
 
 
 def test_a_slider_shows_the_same_prompt_over_time(report: str, run_dir: Path, open_page: Open) -> None:
@@ -142,8 +141,6 @@ def test_each_rollout_has_an_address(run_dir: Path, open_page: Open) -> None:
         assert again.texts(".chosen-group")[0].startswith("group ")
         again.page.click(".chosen-group")
         again.wait_until(lambda: again.counter() == opened.counter(), "all rollouts again")
-        for one in (opened, again):
-            one.page.close()  # before their server ends
 
 
 def test_health_checks_open_example_rollouts(tmp_path: Path, open_page: Open) -> None:
