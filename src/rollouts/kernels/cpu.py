@@ -498,7 +498,7 @@ class PackedWeight:
 
     def update(self, weight: Float[Tensor, "outputs inputs"]) -> None:
         """Pack another weight of this shape and dtype into the same memory."""
-        assert weight.shape == (self.outputs, self.inputs) and weight.dtype == self.dtype
+        assert weight.is_cpu and weight.shape == (self.outputs, self.inputs) and weight.dtype == self.dtype
         call("pack", weight.contiguous(), self.data, *weight.shape, self.format, self.kind)
 
     def unpack(self) -> Float[Tensor, "outputs inputs"]:
