@@ -32,6 +32,8 @@ from results import Row, describe_machine, finish  # noqa: E402
 TRAIN_STEPS = 20
 MIN_REPEATING, MIN_OTHER = 1.3, 0.98
 """Least ratio of the throughput with and without speculation, where answers repeat and where they do not."""
+OTHER_REPEATS = 3
+"""Cases whose threshold is almost 1 are repeated so many times as often, because noise would decide."""
 NAMES = "Ann Bo Cem Dora Eli Fay Gus Hana Ivo Jun Kai Lea Max Nia Oda Pia".split()
 CITIES = "Oslo Bern Rome Lima Bonn Kyiv Cairo Paris Delhi Tokyo Quito Seoul Turin Malmo Basel Porto".split()
 CODE = """def {0}(values):
@@ -194,7 +196,8 @@ def measure(arguments: argparse.Namespace, model_dir: Path, cases: list[Case]) -
             continue
         ratios, speeds = [], []
         before = engines[True].stats()
-        for seed in range(arguments.repeats + 1):
+        repeats = arguments.repeats * (OTHER_REPEATS if case.least == MIN_OTHER else 1)
+        for seed in range(repeats + 1):
             rng = random.Random(f"{case.name} {seed}")  # new prompts for every repeat
             prompts = [tokenizer.encode(case.prompt(rng)) for _ in range(case.num // case.group)]
             seconds, outputs = {}, {}

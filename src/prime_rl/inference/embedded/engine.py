@@ -9,6 +9,7 @@ and keeps the cache of running sequences across updates.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -28,7 +29,8 @@ from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.inference.embedded.sampler import SamplerOutput, has_penalty
 from prime_rl.inference.embedded.scheduler import ScheduledBatch, Scheduler
 from prime_rl.inference.embedded.sequence import Sequence
-from prime_rl.inference.embedded.speculation import Drafter, estimate_costs
+from prime_rl.inference.embedded.speculation import Drafter
+from prime_rl.inference.embedded.step_costs import StepCosts
 from prime_rl.inference.engine import (
     FULL,
     AdapterSpec,
@@ -123,7 +125,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         self._adapters = Adapters(model, decoder.arithmetic)
         can_verify = decoder.fused is not None and graphs is None
         head = decoder.head.kernel if decoder.head is not None and can_verify else None
-        drafter = Drafter(self._adapters, estimate_costs(head)) if speculation and head is not None else None
+        drafter = Drafter(self._adapters, StepCosts.of_head(head)) if speculation and head is not None else None
         pads = decoder.prefill_kernels is None
         budget = max_num_batched_tokens or (PADDED_TOKENS if pads else FLASH_TOKENS)
         self._scheduler = Scheduler(self._blocks, max_running, budget, decoder.min_rows, pads, drafter)
@@ -246,8 +248,9 @@ class EmbeddedEngine(InProcessEngineMixin):
         batch = self._scheduler.schedule()
         for seq in batch.admitted:
             seq.mark_version(self._version_of(seq))
+        start = time.perf_counter()
         sampled = self._runner.run(batch) if self._lease is None else self._run_leased(self._lease, batch)
-        events = self._scheduler.postprocess(batch, sampled)
+        events = self._scheduler.postprocess(batch, sampled, time.perf_counter() - start)
         for event in events:
             if isinstance(event, Output):
                 del self._sequences[event.request]

@@ -91,10 +91,15 @@ class Scheduler:
         seqs, chunks = zip(*chosen, strict=True)
         return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision)
 
-    def postprocess(self, batch: ScheduledBatch, sampled: SamplerOutput | None) -> list[Event]:
-        """Append the sampled tokens and finish completed sequences; returns stream updates, then outputs."""
+    def postprocess(self, batch: ScheduledBatch, sampled: SamplerOutput | None, seconds: float) -> list[Event]:
+        """Append the sampled tokens and finish completed sequences; returns stream updates, then outputs.
+
+        `seconds`: the time of the step.
+        """
         if not batch.chunks:
             assert sampled is not None
+            if self.drafter is not None:
+                self.drafter.costs.learn(len(batch.sequences), len(sampled.tokens), seconds)
             if batch.drafts:
                 self._change()
             return self._append(batch.sequences, sampled, batch.drafts)

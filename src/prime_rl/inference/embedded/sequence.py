@@ -10,8 +10,6 @@ from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
 from prime_rl.inference.engine import FinishReason, GenerationRequest, Output, SamplingParams, TopLogprobs
 from prime_rl.inference.grammar import GrammarState
 
-FIRST_ACCEPTANCE = 0.3
-
 
 @dataclass(eq=False)
 class Sequence:
@@ -44,7 +42,7 @@ class Sequence:
     prompt_key: int = 0  # equal for equal prompts
     source: list[int] = field(default_factory=list)  # tokens that continue this sequence from `source_at` on
     source_at: int = 0
-    acceptance: float = FIRST_ACCEPTANCE  # smoothed share of tokens that the source predicted
+    num_predicted: int = 0  # tokens in a row that the source predicted
     num_indexed: int = 0  # tokens available as drafts
 
     @property

@@ -11,16 +11,11 @@ import pytest
 import torch
 from test_embedded import DECODE, MODEL_DIR, build_adapter, build_model, check_exact, request, run
 
-from prime_rl.inference.embedded import speculation
+from prime_rl.inference.embedded import speculation, step_costs
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK
-from prime_rl.inference.embedded.speculation import (
-    MAX_ROWS,
-    MAX_SEQUENCES,
-    MIN_MEASURED_BYTES,
-    Drafter,
-    estimate_costs,
-)
+from prime_rl.inference.embedded.speculation import MAX_SEQUENCES, Drafter, find_values
+from prime_rl.inference.embedded.step_costs import FORGETTING, MAX_ROWS, MIN_MEASURED_BYTES, PLAIN_INTERVAL, StepCosts
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams, StreamUpdate
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
@@ -35,7 +30,7 @@ pytestmark = [
 @pytest.fixture
 def long_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts as long as possible, also where they are mostly rejected."""
-    monkeypatch.setattr(speculation, "FREE_ROWS", 1e9)
+    monkeypatch.setattr(step_costs, "FREE_ROWS", 1e9)
 
 
 def draw_requests(seed: int) -> list[tuple[list[int], dict[str, Any], str | None]]:
@@ -157,7 +152,7 @@ def test_samples_of_a_group_draft_for_each_other() -> None:
         engine.step()
     assert engine.stats().drafted_tokens == 0
     run(engine, request([1, 2, 3, 4], max_tokens=30))
-    assert engine.stats().accepted_tokens > 15
+    assert engine.stats().accepted_tokens > 10
 
 
 def test_text_that_does_not_repeat_is_not_drafted_for_long() -> None:
@@ -189,19 +184,92 @@ def test_costs_of_rows_are_those_of_the_head(monkeypatch: pytest.MonkeyPatch) ->
             self.seconds += max(12, len(x))  # reads of the weights, then products
 
     head = Head()
-    monkeypatch.setattr(speculation.time, "perf_counter", lambda: head.seconds)
-    costs = estimate_costs(head)  # type: ignore[arg-type]
+    monkeypatch.setattr(step_costs.time, "perf_counter", lambda: head.seconds)
+    costs = StepCosts.of_head(head).by_rows()  # type: ignore[arg-type]
     assert len(costs) == MAX_ROWS + 1
     assert costs[12] - costs[1] == pytest.approx(11 * 12 / 64)
     assert costs[48] - costs[24] == pytest.approx(24 + 24 * 12 / 64)
     head.data = head.data[1:]
-    assert estimate_costs(head)[:3] == [3, 4, 5]  # type: ignore[arg-type]
+    assert StepCosts.of_head(head).by_rows()[:3] == [3, 4, 5]  # type: ignore[arg-type]
+
+
+def true_cost(rows: int, products: float) -> float:
+    """Seconds of a step whose weights are read in 10, and whose products take `products` a row."""
+    return max(10.0, products * rows) + rows / 8
+
+
+@pytest.mark.parametrize("before, after", [(0.4, 1.0), (1.0, 0.4)])
+def test_costs_follow_the_time_of_steps(before: float, after: float, one_thread: None) -> None:
+    rng = random.Random(0)
+    costs = StepCosts([true_cost(rows, before) for rows in range(MAX_ROWS + 1)])
+    assert costs.needs_plain
+    for _ in range(300):
+        for rows in (8, rng.randint(9, 16), rng.randint(17, 40)):
+            is_interrupted = rng.random() < 0.03
+            noise = rng.gauss(1, 0.03) * (5 if is_interrupted else 1)
+            costs.learn(8, rows, 1e-3 * true_cost(rows, after) * noise)
+    found = costs.by_rows()
+    assert not costs.needs_plain
+    for rows in (8, 16, 24, 40):
+        assert found[rows] / found[8] == pytest.approx(true_cost(rows, after) / true_cost(8, after), rel=0.1)
+
+
+def test_costs_of_drafts_are_forgotten_in_steps_without() -> None:
+    costs = StepCosts([10.0] * (MAX_ROWS + 1))
+    costs.learn(8, 8, 1.0)
+    for _ in range(100):
+        costs.learn(8, 24, 3.0)
+    assert costs.by_rows()[24] > 2 * costs.by_rows()[8]
+    for _ in range(8 * round(1 / FORGETTING)):
+        costs.learn(8, 8, 1.0)
+    assert costs.by_rows()[24] == pytest.approx(costs.by_rows()[8], rel=0.02)
+
+
+def test_a_step_without_drafts_is_measured_now_and_then() -> None:
+    costs = StepCosts([10.0] * (MAX_ROWS + 1))
+    costs.learn(1, 9, 1.0)
+    assert costs.needs_plain, "the time of a step without drafts is unknown"
+    costs.learn(1, 1, 1.0)
+    for _ in range(PLAIN_INTERVAL):
+        assert not costs.needs_plain
+        costs.learn(1, 9, 1.0)
+    assert costs.needs_plain
+    torch.set_num_threads(2)  # of which nothing is known
+    costs.learn(1, 9, 1.0)
+    assert costs.needs_plain
+    costs.learn(1, 1, 1.0)
+    assert not costs.needs_plain
+
+
+def test_tokens_at_which_samples_differ_are_expected_less() -> None:
+    adapters: Any = SimpleNamespace(are_packed=lambda names: True)
+    drafter = Drafter(adapters, StepCosts([1.0 + rows / 100 for rows in range(MAX_ROWS + 1)], is_fixed=True))
+    rng, prompt = random.Random(0), [1, 2]
+
+    def start() -> Any:
+        fields = {"source": [], "source_at": 0, "num_predicted": 0, "num_indexed": 0, "can_draft": True}
+        return SimpleNamespace(
+            request=request([]), tokens=list(prompt), num_prompt=2, max_tokens=200, prompt_key=7, **fields
+        )
+
+    for _ in range(20):
+        seq = start()
+        for token in range(10, 60):
+            seq.tokens.append(rng.randint(100, 200) if token % 10 == 0 else token)  # every tenth one is another one
+            drafter.propose([seq])
+    seq = start()
+    seq.tokens += [100, 11, 12]
+    drafter.propose([seq])
+    steps = drafter._expect(seq, 1.0)
+    ratios = [after / before for before, after in zip([1.0, *steps], steps, strict=False)]
+    assert len(ratios) == 7 and min(ratios) > 0.9, "of 13 to 19; the next one is unlikely"
 
 
 def test_only_what_ends_last_is_drafted_in_a_closed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     adapters: Any = SimpleNamespace(are_packed=lambda names: True)
-    drafter = Drafter(adapters, [3.0 + rows for rows in range(MAX_ROWS + 1)])
-    monkeypatch.setattr(drafter, "_follow", lambda seq: 2)
+    drafter = Drafter(adapters, StepCosts([3.0 + rows for rows in range(MAX_ROWS + 1)], is_fixed=True))
+    monkeypatch.setattr(drafter, "_follow", lambda seq: None)
+    monkeypatch.setattr(drafter, "_expect", lambda seq, trust: [0.9 * trust, 0.81 * trust])
     running: list[Any] = [
         SimpleNamespace(
             request=request([]),
@@ -209,7 +277,6 @@ def test_only_what_ends_last_is_drafted_in_a_closed_batch(monkeypatch: pytest.Mo
             max_tokens=100,
             source=[7, 8],
             source_at=0,
-            acceptance=0.9,
             can_draft=True,
         )
         for num in (20, 20, 60, 60)
@@ -217,7 +284,7 @@ def test_only_what_ends_last_is_drafted_in_a_closed_batch(monkeypatch: pytest.Mo
     assert drafter.propose(running) == [[7, 8]] * 4
     drafter.learn(8)
     assert drafter.propose(running, is_closed=True) == [[7, 8], [7, 8], [], []]
-    assert drafter._find_values(running) == pytest.approx([1.43] * 2 + [0.57] * 2, abs=0.01)
+    assert find_values(running, drafter.costs.by_rows()) == pytest.approx([1.43] * 2 + [0.57] * 2, abs=0.01)
 
 
 def test_a_batch_is_closed_until_a_request_follows_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
