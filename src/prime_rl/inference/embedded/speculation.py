@@ -158,7 +158,8 @@ class Drafter:
     ) -> list[tuple[float, int]]:
         """Those of the (probability, sequence) that make the step with the most value for its cost."""
         num, costs = len(running), self.costs.by_rows()
-        values = find_values(running, costs) if is_closed and num > 1 else [1.0] * num
+        having = {i for _, i in candidates}
+        values = find_values(running, having, costs) if is_closed and num > 1 else [1.0] * num
         ordered = sorted(candidates, key=lambda each: (each[0] * values[each[1]], each), reverse=True)
         expected, most, chosen = float(num), MIN_GAIN * num / costs[num], 0
         for rows, (probability, i) in enumerate(ordered[: MAX_ROWS - num], num + 1):
@@ -168,17 +169,20 @@ class Drafter:
         return ordered[:chosen]
 
 
-def find_values(running: list[Sequence], costs: list[float]) -> list[float]:
-    """Value of a token of each sequence, 1 on average: what it saves of the time until all sequences have ended.
+def find_values(running: list[Sequence], having: set[int], costs: list[float]) -> list[float]:
+    """Value of a token of each sequence: what it saves of the time until all sequences have ended, in steps / `num`.
 
-    It saves one of the rows of a later step. If the sequence is one of the last to end, it also saves a part of a step.
+    It saves one of the rows of a later step. If the sequence is one of the last to end, it also saves a part of a step,
+    unless others of the last do not get ahead: only those in `having` have drafts.
     """
     num = len(running)
     left = [seq.max_tokens - len(seq.tokens) for seq in running]
     most = max(left)
     lasts = [math.exp((each - most) / (1 + most * UNCERTAINTY)) for each in left]
+    total = sum(lasts)
+    together = sum(lasts[i] for i in having) / total
     of_rows = (costs[num] - costs[1]) * num / (num - 1) / costs[num]
-    of_last = (1 - of_rows) * num / sum(lasts)
+    of_last = (1 - of_rows) * num / total * together
     return [of_rows + of_last * last for last in lasts]
 
 

@@ -152,7 +152,8 @@ def test_samples_of_a_group_draft_for_each_other() -> None:
         engine.step()
     assert engine.stats().drafted_tokens == 0
     run(engine, request([1, 2, 3, 4], max_tokens=30))
-    assert engine.stats().accepted_tokens > 10
+    assert engine.stats().accepted_tokens >= 10
+    assert engine.stats().steps <= 62, "it ends with the leader, after 20 steps instead of 30"
 
 
 def test_text_that_does_not_repeat_is_not_drafted_for_long() -> None:
@@ -284,7 +285,10 @@ def test_only_what_ends_last_is_drafted_in_a_closed_batch(monkeypatch: pytest.Mo
     assert drafter.propose(running) == [[7, 8]] * 4
     drafter.learn(8)
     assert drafter.propose(running, is_closed=True) == [[7, 8], [7, 8], [], []]
-    assert find_values(running, drafter.costs.by_rows()) == pytest.approx([1.43] * 2 + [0.57] * 2, abs=0.01)
+    costs = drafter.costs.by_rows()
+    assert find_values(running, {0, 1, 2, 3}, costs) == pytest.approx([1.43] * 2 + [0.57] * 2, abs=0.01)
+    one, other = find_values(running, {0}, costs)[::2]
+    assert one == pytest.approx(1, abs=0.01) and other == pytest.approx(0.57, abs=0.01), "the second one ends last"
 
 
 def test_a_batch_is_closed_until_a_request_follows_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
