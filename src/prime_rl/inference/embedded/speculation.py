@@ -27,6 +27,8 @@ MAX_SEQUENCES = 32
 """No drafts for more sequences: even if all were accepted, a step would be little faster."""
 MIN_GAIN = 1.15
 """Least expected speedup of a step with drafts: costs are estimates, and drafts take time outside the kernel, too."""
+MAX_WAIT = 6
+"""After steps without drafts, up to half as many are not even considered: for many sequences this takes time, too."""
 MIN_PROBABILITY = 0.1
 """Less likely tokens are not considered, which bounds the work of a proposal."""
 
@@ -65,6 +67,7 @@ class Drafter:
         self._rates = [FIRST_RATE] * (2 * LEVELS)  # how often a source was right, by `_level`
         self._counts = [FIRST_COUNT] * (2 * LEVELS)
         self._expected = self._accepted = 0.0  # tokens of past drafts, decayed
+        self._failures = self._wait = 0  # steps in which nothing was worth it, and those until it is tried again
         self._recent: dict[int, Occurrence] = {}
         self._older: dict[int, Occurrence] = {}
 
@@ -76,6 +79,9 @@ class Drafter:
         """
         if len(running) > MAX_SEQUENCES:
             return []
+        if self._wait > 0:
+            self._wait -= 1
+            return self._propose_nothing()
         found: list[tuple[float, int]] = []
         trust = min(1.0, (1 + self._accepted) / (1 + self._expected))
         for i, seq in enumerate(running):
@@ -84,11 +90,17 @@ class Drafter:
                 found += zip(self._expect(seq, trust), repeat(i))
         chosen = self._choose(running, found, is_closed) if found and not self.costs.needs_plain else []
         if not chosen or not self._adapters.are_packed({seq.request.adapter for seq in running}):
-            self._expected, self._accepted = IDLE_MEMORY * self._expected, IDLE_MEMORY * self._accepted
-            return []
+            self._failures += 1
+            self._wait = min(self._failures, len(running), MAX_WAIT) // 2
+            return self._propose_nothing()
+        self._failures = 0
         lengths = Counter(i for _, i in chosen)
         self._expected = MEMORY * self._expected + sum(probability for probability, _ in chosen) / trust
         return [seq.source[seq.source_at : seq.source_at + lengths[i]] for i, seq in enumerate(running)]
+
+    def _propose_nothing(self) -> Drafts:
+        self._expected, self._accepted = IDLE_MEMORY * self._expected, IDLE_MEMORY * self._accepted
+        return []
 
     def learn(self, accepted: int) -> None:
         """Count the accepted tokens of the drafts that were proposed last."""
