@@ -2,7 +2,8 @@
 
     python benchmarks/report.py [--results DIR] [--output docs/benchmarks.md]
 
-Tables without new results are unchanged: those of other benchmarks and of other processors.
+Tables without new results are unchanged: those of other benchmarks and of other processors. Notes between the line of a
+command and its table are kept.
 """
 
 from __future__ import annotations
@@ -61,18 +62,22 @@ def describe_misses(rows: list[Row]) -> str:
     return f"Misses {len(missed)} of {len(bounded)} thresholds: {'; '.join(missed)}."
 
 
-def build_table(report: dict[str, Any]) -> tuple[str, str]:
-    """The processor of a result, and its table."""
+def find_notes(body: str) -> list[str]:
+    """The paragraphs between the first one of a table's text and the table."""
+    return [part for part in body.split("\n\n")[1:] if not part.startswith("|")]
+
+
+def build_table(report: dict[str, Any]) -> tuple[str, str, str]:
+    """The processor of a result, the line above its table, and the table."""
     machine = report["machine"]
     rows = [Row(**{key: value for key, value in row.items() if key != "ok"}) for row in report["rows"]]
+    summary = f"`{report['command']}`, {report['date']}, load {machine['load']:.1f}. {describe_misses(rows)}"
     lines = [
-        f"`{report['command']}`, {report['date']}, load {machine['load']:.1f}. {describe_misses(rows)}",
-        "",
         "| | measured | threshold | | |",
         "|---|---|---|---|---|",
         *(f"| {r.name} | {r.value:.4g} | {r.threshold} | {r.verdict} | {r.detail} |" for r in rows),
     ]
-    return f"{machine['cores']} x {machine['cpu']}", "\n".join(lines)
+    return f"{machine['cores']} x {machine['cpu']}", summary, "\n".join(lines)
 
 
 def parse(text: str, mark: str) -> tuple[str, dict[str, str]]:
@@ -86,8 +91,8 @@ def merge(page: str, found: dict[str, dict[str, Any]]) -> str:
     sections = parse(page, "##")[1]
     for title, report in found.items():
         head, tables = parse(sections.get(title, ""), "###")
-        processor, table = build_table(report)
-        tables[processor] = table
+        processor, summary, table = build_table(report)
+        tables[processor] = "\n\n".join([summary, *find_notes(tables.get(processor, "")), table])
         parts = (f"### {name}\n\n{body}" for name, body in tables.items())
         sections[title] = "\n\n".join([ABOUT.get(find_kind(title), head), *parts]).strip()
     order = sorted(sections, key=lambda title: ([*ABOUT, ""].index(find_kind(title)), title))

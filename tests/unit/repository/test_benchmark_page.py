@@ -60,6 +60,17 @@ def test_tables_of_other_processors_stay(tmp_path: Path, monkeypatch: pytest.Mon
     assert text.count(report.ABOUT["sync_delta"]) == 1
 
 
+def test_notes_above_a_table_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, notes = tmp_path / "page.md", "Two threads; `speed` is a ratio.\n\nMeasured on an idle machine."
+    write(tmp_path, "engine", 3.0)
+    summary, table = make(monkeypatch, tmp_path, page).split("\n\n| | measured")
+    page.write_text(f"{summary}\n\n{notes}\n\n| | measured{table}")
+    write(tmp_path, "engine", 1.0)
+    text = make(monkeypatch, tmp_path, page)
+    assert f"thresholds: speed.\n\n{notes}\n\n| | measured | threshold |" in text
+    assert "| speed | 1 |" in text and "| speed | 3 |" not in text
+
+
 def test_a_missed_threshold_is_an_exit_code(tmp_path: Path) -> None:
     assert finish("x", [Row("a", 1.0, "<=", 2.0), Row("b", 1.0)], MACHINE, path=tmp_path / "x.json") == 0
     assert finish("x", [Row("a", 3.0, "<=", 2.0)], MACHINE, path=tmp_path / "x.json") == 1
