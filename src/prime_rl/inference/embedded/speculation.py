@@ -64,7 +64,7 @@ class Drafter:
 
     def __init__(self, adapters: Adapters, costs: StepCosts) -> None:
         self.costs, self._adapters = costs, adapters
-        self._rates = [FIRST_RATE] * (2 * LEVELS)  # how often a source was right, by `_level`
+        self._rates = [FIRST_RATE] * (2 * LEVELS)  # how often a source was right, by `find_level`
         self._counts = [FIRST_COUNT] * (2 * LEVELS)
         self._expected = self._accepted = 0.0  # tokens of past drafts, decayed
         self._failures = self._wait = 0  # steps in which nothing was worth it, and those until it is tried again
