@@ -79,6 +79,8 @@ class LiveRun:
         self._vocabulary: Vocabulary | None = None
         self._cached_findings: dict[str, Any] = {}
         self._due = 0.0
+        self._concluded = -1  # `changes` at that time
+        self._is_behind = False
         self._stop = threading.Event()
         self._listeners: set[Callable[[], object]] = set()
         self._thread = threading.Thread(target=self._follow, name="monitor-index", daemon=True)
@@ -129,12 +131,14 @@ class LiveRun:
         return {**build_update(self.run, offset), **findings, **disk, "facts": self.index.facts()}
 
     def _conclusions(self) -> dict[str, Any]:
-        """Run-level findings; recomputed at most 5 % of the time on large runs."""
+        """Run-level findings; recomputed at most 5 % of the time on large runs. Pages are told when they are due."""
         now = time.monotonic()
         if now >= self._due:
+            self._concluded = self.changes
             whole = build_page_data(self.run)
             self._cached_findings = {name: whole[name] for name in CONCLUSIONS}
             self._due = time.monotonic() + 20 * (time.monotonic() - now)
+        self._is_behind = self._concluded != self.changes
         return dict(self._cached_findings)
 
     def vocabulary(self) -> Vocabulary | None:
@@ -150,6 +154,7 @@ class LiveRun:
         while not self.run.path.is_dir():  # the page waits for a run that has not started
             if self._stop.wait(0.5):
                 return
+        size = self._state()  # before the pages are told: they may ask before the next change
         self._catch_up()
         watched = watch(
             self.run.path,
@@ -161,11 +166,10 @@ class LiveRun:
             yield_on_timeout=True,
             ignore_permission_denied=True,
         )
-        size = self._state()
         for changes in watched:
             # Some file systems send no notifications: compare sizes at every timeout as well.
             before, size = size, self._state()
-            if changes or size != before:
+            if changes or size != before or (self._is_behind and time.monotonic() >= self._due):
                 self._catch_up()
 
     def _catch_up(self) -> None:
@@ -456,11 +460,12 @@ def _detail(live: LiveRun, request: Request) -> dict[str, Any]:
 
 
 def _events(live: LiveRun) -> StreamingResponse:
-    """Server-sent events: `change` after each change of the run, and `alive` at regular intervals."""
+    """Server-sent events: `change` at once and after each change of the run, and `alive` at regular intervals."""
     from starlette.responses import StreamingResponse
 
     async def stream() -> AsyncIterator[bytes]:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        changed.set()  # the run may have changed since the page has read it
         unsubscribe = live.listen(lambda: loop.call_soon_threadsafe(changed.set))
         try:
             yield b": open\n\n"

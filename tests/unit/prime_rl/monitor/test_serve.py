@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from page_runs import index_of, write_evaluation, write_page_run
 
 from prime_rl.monitor.local_runs import LocalRun, open_run
 from prime_rl.monitor.rollout_index import Query
-from prime_rl.monitor.serve import LiveRun, build_app, read_query
+from prime_rl.monitor.serve import LiveRun, _events, build_app, read_query
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.run_state import StateRecorder, _start_ticks
 
@@ -83,6 +85,62 @@ def test_a_run_that_has_not_started_is_awaited(tmp_path: Path) -> None:
             assert time.monotonic() < until
             time.sleep(0.05)
         assert client.get("/api/run").json()["facts"]["count"] == 24
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_start_while_the_pages_are_told_is_noticed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "later"
+    run_dir.mkdir()
+    live = LiveRun(LocalRun(run_dir))
+    told: list[str] = []
+
+    def tell() -> None:
+        told.append(live.update(0)["run"]["state"])
+        if len(told) == 1:
+            write_page_run(run_dir, num_steps=2)
+
+    live.listen(tell)
+    live.start()
+    try:
+        wait_until(lambda: told[-1:] not in ([], ["waiting"]))
+    finally:
+        live.close()
+    assert told[0] == "waiting"
+
+
+def test_pages_are_told_when_findings_are_due(tmp_path: Path) -> None:
+    run_dir = write_page_run(tmp_path / "run", num_steps=2)
+    live = LiveRun(open_run(run_dir))
+    live.start()
+    try:
+        wait_until(lambda: len(live.index) == 24)
+        live.update(0)
+        live._due = time.monotonic() + 0.5
+        live._notify()
+        assert live._is_behind is False
+        live.update(0)
+        assert live._is_behind, "these findings are older than the change"
+        changes = live.changes
+        wait_until(lambda: live.changes > changes)
+        assert time.monotonic() >= live._due
+        live.update(0)
+        assert not live._is_behind
+    finally:
+        live.close()
+
+
+def test_a_page_that_connects_is_told_at_once(run_dir: Path) -> None:
+    async def read() -> list[bytes]:
+        stream = _events(LiveRun(open_run(run_dir))).body_iterator
+        return [await anext(stream) for _ in range(2)]  # type: ignore[misc, call-overload]
+
+    assert asyncio.run(asyncio.wait_for(read(), 3)) == [b": open\n\n", b"event: change\ndata: 0\n\n"]
 
 
 def test_the_same_prompt_at_several_steps(tmp_path: Path) -> None:
