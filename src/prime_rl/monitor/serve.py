@@ -169,7 +169,9 @@ class LiveRun:
         for changes in watched:
             # Some file systems send no notifications: compare sizes at every timeout as well.
             before, size = size, self._state()
-            if changes or size != before or (self._is_behind and time.monotonic() >= self._due):
+            is_due = self._is_behind and time.monotonic() >= self._due
+            if changes or size != before or is_due:
+                self._is_behind = False  # until a page asks too early again
                 self._catch_up()
 
     def _catch_up(self) -> None:

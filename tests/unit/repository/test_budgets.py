@@ -120,7 +120,7 @@ def test_python_calls_of_a_decode_step(kernels: bool) -> None:
     """A constant, and at most one for each token that is drawn."""
     few, many = (python_calls(decoding(2, True, num).step) for num in (8, 40))
     assert (many - few) / 32 <= 1.0
-    assert few <= (65 if kernels else 220), "one for each of 8 sequences looks for a draft"
+    assert few <= (72 if kernels else 220), "two for each of 8 sequences add its token and look for a draft"
 
 
 def test_a_groups_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

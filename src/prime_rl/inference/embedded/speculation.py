@@ -87,7 +87,8 @@ class Drafter:
         for i, seq in enumerate(running):
             if seq.can_draft:
                 self._follow(seq)
-                found += zip(self._expect(seq, trust), repeat(i))
+                if seq.source:
+                    found += zip(self._expect(seq, trust), repeat(i))
         chosen = self._choose(running, found, is_closed) if found and not self.costs.needs_plain else []
         if not chosen or not self._adapters.are_packed({seq.request.adapter for seq in running}):
             self._failures += 1
