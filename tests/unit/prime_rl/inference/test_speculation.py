@@ -266,6 +266,32 @@ def test_tokens_at_which_samples_differ_are_expected_less() -> None:
     assert len(ratios) == 7 and min(ratios) > 0.9, "of 13 to 19; the next one is unlikely"
 
 
+@pytest.mark.parametrize(("num", "most"), [(1, 24), (8, 10)])
+def test_drafts_are_considered_less_often_while_none_is_worth_it(
+    num: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters: Any = SimpleNamespace(are_packed=lambda names: True)
+    drafter = Drafter(adapters, StepCosts([1.0] * (MAX_ROWS + 1), is_fixed=True))
+    running: list[Any] = [
+        SimpleNamespace(request=request([]), source=[7], source_at=0, can_draft=True) for _ in range(num)
+    ]
+    considered: list[int] = []
+    chosen: list[tuple[float, int]] = []
+    monkeypatch.setattr(drafter, "_follow", lambda seq: None)
+    monkeypatch.setattr(drafter, "_expect", lambda seq, trust: [0.9 * trust])
+    monkeypatch.setattr(drafter, "_choose", lambda *arguments: considered.append(1) or chosen)
+    for _ in range(24):
+        assert drafter.propose(running) == []
+    assert most - 2 <= len(considered) <= most
+    chosen.append((0.9, 0))
+    while not drafter.propose(running):
+        pass
+    considered.clear()
+    for _ in range(8):
+        assert drafter.propose(running)[0] == [7]
+    assert len(considered) == 8, "as soon as one is worth it"
+
+
 def test_only_what_ends_last_is_drafted_in_a_closed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     adapters: Any = SimpleNamespace(are_packed=lambda names: True)
     drafter = Drafter(adapters, StepCosts([3.0 + rows for rows in range(MAX_ROWS + 1)], is_fixed=True))
