@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 90.0
+SECTIONS = ["overview", "curves", "timeline", "rollouts", "prompts", "logs", "config"]
 Open = Callable[[str], "OpenPage"]
 
 
@@ -39,6 +40,11 @@ class OpenPage:
         if self in self.opened:
             self.opened.remove(self)
             self.page.close()
+
+    def open_section(self, name: str) -> None:
+        """Open a section by its key and wait until it is there, its charts drawn."""
+        self.page.keyboard.press(str(1 + SECTIONS.index(name)))
+        self.page.wait_for_selector(f"main.{name}" + (" .chart svg .line" if name == "curves" else ""))
 
     def texts(self, selector: str) -> list[str]:
         return self.page.locator(selector).all_inner_texts()

@@ -48,7 +48,7 @@ def test_report_opens_without_network_and_shows_the_run(report: str, open_page: 
     assert "0.75 ± 0.02" in opened.texts(".panel table")[0]
     assert "the trainer waits for batches" in " ".join(opened.texts(".findings")).lower()
 
-    opened.page.keyboard.press("2")
+    opened.open_section("curves")
     titles = opened.texts(".chart figcaption > b")
     assert {"reward/mean", "loss/mean", "entropy/mean", "mismatch_kl/mean", "perf/throughput"} <= set(titles)
     plot = opened.page.locator(".chart svg").first
@@ -58,10 +58,10 @@ def test_report_opens_without_network_and_shows_the_run(report: str, open_page: 
     opened.page.wait_for_selector(".browser")
     assert re.fullmatch(r"12 of 144 rollouts", opened.counter()), "a click on a curve leads to the rollouts of its step"
 
-    opened.page.keyboard.press("3")
+    opened.open_section("timeline")
     assert opened.page.locator("canvas.lanes").bounding_box()["height"] > 90
     assert "waits for rollouts" in opened.texts(".shares")[0]
-    opened.page.keyboard.press("7")
+    opened.open_section("config")
     opened.page.locator("main input[type=checkbox]").check()
     keys = [row.split("\t")[0] for row in opened.texts(".settings tbody tr")]
     assert keys == ["max_steps", "model.name", "model.note"]
@@ -70,7 +70,7 @@ def test_report_opens_without_network_and_shows_the_run(report: str, open_page: 
 def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
     opened = open_page(report)
     page = opened.page
-    page.keyboard.press("4")
+    opened.open_section("rollouts")
     opened.wait_counter("144 rollouts")
     page.locator(".list").evaluate("list => { list.scrollTop = list.scrollHeight; }")
     opened.wait_until(lambda: page.locator(".list li").count() > 40, "further rollouts after scrolling")
@@ -130,7 +130,7 @@ def test_what_models_write_is_shown_and_never_run(report: str, open_page: Open) 
     page.keyboard.press("Escape")
     page.keyboard.press("g")
     page.wait_for_selector(".cards .card")
-    page.keyboard.press("7")
+    opened.open_section("config")
     page.wait_for_selector(".settings")
     assert "<b>not bold</b>" in opened.texts(".settings")[0]
     assert page.evaluate("window.hacked") is None
@@ -177,7 +177,7 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     opened = open_page(url)
     page = opened.page
     page.wait_for_selector(".badge:not(.lost)")
-    page.keyboard.press("4")
+    opened.open_section("rollouts")
     opened.wait_counter("36 rollouts")
     chosen = page.locator(".list li.chosen").text_content()  # innerText is empty before it is painted
     rng = random.Random(5)
@@ -185,14 +185,14 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     append_jsonl(run / "metrics.jsonl", metric_rows(4))
     opened.wait_counter("48 rollouts")
     assert page.locator(".list li.chosen").text_content() == chosen, "what somebody reads stays open"
-    page.keyboard.press("2")
+    opened.open_section("curves")
     page.locator(".chart svg").first.hover(position={"x": 350, "y": 60})
     opened.wait_until(lambda: page.locator("#tip").inner_text().startswith("step 4"), "the curve has grown")
     last = "() => window.page.source.data.series.steps.at(-1).at(-1)"
     for step in (5, 6):
         append_jsonl(run / "metrics.jsonl", metric_rows(step))
         opened.wait_until(lambda step=step: page.evaluate(last) == step, f"step {step}")
-    page.keyboard.press("4")
+    opened.open_section("rollouts")
     assert page.locator("select[aria-label=kind]").is_hidden(), "there are no other rollouts yet"
     page.locator(".filters input[type=search]").press_sequentially("said 6")
     opened.wait_counter("0 of 48")
@@ -205,11 +205,11 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     texts = ".comparison h4"
     opened.wait_until(lambda: "expected answer" in "".join(opened.texts(texts)[:1]), "the conversation")
     page.keyboard.press("Escape")
-    page.keyboard.press("1")
+    opened.open_section("overview")
     page.click(".panel td a >> text=alpha")
     opened.wait_counter("4 rollouts")
     assert page.evaluate("window.hacked") is None
-    page.keyboard.press("1")
+    opened.open_section("overview")
     opened.wait_until(lambda: "6 of 3 steps" in "".join(opened.texts(".sentence")[:1]), "the first tab")
     assert all(requested.startswith((url, "blob:")) for requested in opened.asked)
 
@@ -254,12 +254,12 @@ def test_page_of_a_distillation_shows_the_teacher(tmp_path: Path, open_page: Ope
     overview = page.locator("main").inner_text()
     assert "reward" not in overview.lower().replace("mean rewards;", "") and "groups" not in overview
     assert opened.texts(".scores tbody tr")[1].split() == "facts 12 0.5 0.6 0.6 0.80 (0.60 to 1.10) – 0.05".split()
-    page.keyboard.press("2")
+    opened.open_section("curves")
     opened.wait_until(lambda: opened.texts("main h2")[0] == "Student and teacher", "the curves")
     titles = opened.texts(".chart figcaption > b")
     assert {"teacher_kl/mean", "distill/facts/gap_closed", "distill/other/retention"} <= set(titles)
     assert not any(title.startswith(("reward", "batch/solve")) for title in titles)
-    page.keyboard.press("4")
+    opened.open_section("rollouts")
     opened.wait_until(lambda: page.locator(".list li").count() > 10, "the rollouts")
     assert page.locator(".list .chip").count() == 0, "no rewards where none are computed"
     unscored = page.locator(".list li:has(.unscored)")
@@ -281,7 +281,7 @@ def test_evaluations_are_drawn_on_the_reward_curve(tmp_path: Path, open_page: Op
     append_jsonl(tmp_path / "run" / "metrics.jsonl", scores)
     write_report(open_run(tmp_path / "run"), tmp_path / "report.html")
     opened = open_page((tmp_path / "report.html").as_uri())
-    opened.page.keyboard.press("2")
+    opened.open_section("curves")
     first = opened.page.locator(".chart").first
     opened.wait_until(lambda: "alpha held out, avg@1" in first.locator(".legend").inner_text(), "the chart")
     assert first.locator("svg .line").count() == 2 and first.locator("svg .points circle").count() == 3
@@ -295,7 +295,7 @@ def test_expected_answer_is_beside_the_completion(tmp_path: Path, open_page: Ope
     write_report(open_run(run), tmp_path / "report.html")
     opened = open_page((tmp_path / "report.html").as_uri())
     page = opened.page
-    page.keyboard.press("4")
+    opened.open_section("rollouts")
     page.locator(".list li", has_text="the red cat").click()
     assert opened.texts(".comparison pre") == ["the rod cat", "<answer>the red cat</answer>"]
     assert opened.texts("mark.missing") == ["o"] and opened.texts("mark.same") == ["the r", "d cat"]

@@ -129,7 +129,7 @@ def test_the_page_follows_the_run(watched: Watched, open_page: Open) -> None:
         page = opened.page
         assert opened.texts(".badge") == ["running"]
         page.wait_for_selector(".badge:not(.lost)")
-        page.keyboard.press("4")
+        opened.open_section("rollouts")
         page.wait_for_selector(".list li")
         held = int(opened.counter().split()[0].replace(",", ""))
         opened.wait_until(lambda: int(opened.counter().split()[0].replace(",", "")) > held, "more rollouts")
@@ -142,7 +142,7 @@ def test_the_page_follows_the_run(watched: Watched, open_page: Open) -> None:
         page.wait_for_selector(".bubble.system")
         assert page.locator(".bubble.system pre").evaluate("node => node.textContent") == HOSTILE.strip()
         assert page.evaluate("window.hacked") is None
-        page.keyboard.press("3")
+        opened.open_section("timeline")
         assert {"trainer", "orchestrator", "inference"} <= set(
             page.evaluate("Object.keys(window.page.source.data.lanes.lanes)")
         )
