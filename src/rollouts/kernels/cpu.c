@@ -761,7 +761,7 @@ ALWAYS vec dots_of(vec sum, vec a, vec b) {
 /* int8: groups of up to GROUP inputs of a row have a common scale. The Hadamard transform of each SPREAD inputs, of
  * weights and activations alike, leaves their product unchanged and spreads outliers over the group (QuaRot, Ashkboos
  * et al. 2024). Integer sums are exact and all else has a fixed order, so the bits are the same on every CPU. */
-enum { SPREAD = 64, GROUP = 128 };
+enum { SPREAD = 64, GROUP = 128, GROUP_BYTES = (GROUP + 4) * PANEL /* of a panel */ };
 
 ALWAYS int64_t padded_inputs(int64_t inputs) { return (inputs + SPREAD - 1) / SPREAD * SPREAD; }
 ALWAYS int64_t num_groups(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
@@ -1135,7 +1135,7 @@ ALWAYS ivec dot4(ivec sum, ivec w, ivec x) {
 }
 
 /* `tile` for INT8: `num` rows of `in_format` with groups `first` to `end` of a panel; prefetches `ahead`, `step` bytes per
- * quad. */
+ * quad and per row of scales. */
 ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, int64_t first, int64_t end, float *out,
                       int64_t outputs, int64_t columns, const char *ahead, int64_t step, Partial part, int num) {
   int64_t padded = padded_inputs(inputs), groups = num_groups(inputs), row = quantized_size(inputs, 0);
@@ -1144,7 +1144,7 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, int64_t 
     for (int c = 0; c < PANEL / LANES; c++) totals[r][c] = part.is_first ? all(0.f) : part.sums[r][c];
   for (int64_t g = first; g < end; g++) {
     int64_t start = g * GROUP, quads = (padded - start < GROUP ? padded - start : GROUP) / 4;
-    const char *weights = panel + g * (GROUP + 4) * PANEL;
+    const char *weights = panel + g * GROUP_BYTES;
     ivec sums[TILE][PANEL / LANES];
     for (int r = 0; r < num; r++)
       for (int c = 0; c < PANEL / LANES; c++)
@@ -1158,6 +1158,8 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, int64_t 
         for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = dot4(sums[r][c], w[c], four);
       }
     }
+    fetch_lines(ahead, step);
+    ahead += step;
     for (int c = 0; c < PANEL / LANES; c++) {
       vec scale = load((const float *)weights + quads * PANEL + c * LANES);
       for (int r = 0; r < num; r++) {
@@ -1172,21 +1174,23 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, int64_t 
       else if (c * LANES < columns) STORE(out + r * outputs, c * LANES, columns, totals[r][c]);
 }
 
+/* `tiles` for INT8; a turn is one group. */
 static void tiles_of_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs,
-                          int64_t columns, Memory next, int64_t rows) {
-  int64_t bytes = quantized_size(inputs, 0), groups = num_groups(inputs), num_tiles = (rows + TILE - 1) / TILE;
-  int64_t turn = takes_turns(rows, INT8) ? 2 : groups, step = 4 * next.bytes / padded_inputs(inputs);
-  const char *ahead = next.from;
-  step = (step < 4 * PANEL ? step : 4 * PANEL) / num_tiles;
+                          int64_t columns, Following following, int64_t rows) {
+  int64_t bytes = quantized_size(inputs, 0), padded = padded_inputs(inputs), groups = num_groups(inputs);
+  int64_t turn = following.end ? 1 : groups, step = following.end ? 4 * PANEL : 4 * following.next.bytes / padded;
+  const char *ahead = following.next.from;
+  step = (step < 4 * PANEL ? step : 4 * PANEL) / ((rows + TILE - 1) / TILE);
   vec sums[FEW_TILES * TILE][PANEL / LANES];
   for (int64_t first = 0; first < groups; first += turn) {
-    int64_t end = first + turn < groups ? first + turn : groups, row = 0;
-    int64_t quads = ((end == groups ? padded_inputs(inputs) : end * GROUP) - first * GROUP) / 4;
+    int64_t end = first + turn, row = 0, steps = ((end == groups ? padded : end * GROUP) - first * GROUP) / 4 + turn;
+    const char *next = panel + end * GROUP_BYTES;
+    if (following.end) ahead = next < following.end ? next : following.next.from + (next - following.end);
 #define CASE(num) \
   case num: \
     tile_int8(x + row * bytes, inputs, panel, first, end, out + row * outputs, outputs, columns, ahead, step, \
               (Partial){sums + row, first == 0, end == groups}, num); \
-    row += num, ahead += step * quads; \
+    row += num, ahead += step * steps; \
     break;
     FOR_TILES(rows)
 #undef CASE
@@ -1380,7 +1384,7 @@ static void whole_product(const void *x, int64_t inputs, const char *panel, floa
   }
 #endif
   if (format == DOTS) tiles_of_dots(x, wide, panel, wide, out, outputs, columns, 0, following, rows);
-  else tiles_of_int8(x, inputs, panel, out, outputs, columns, following.next, rows);
+  else tiles_of_int8(x, inputs, panel, out, outputs, columns, following, rows);
 }
 
 /* Panel p of a linear layer; x comes from `in_format`. `scratch` has space for a widened panel (BF16) and then for rows
