@@ -217,7 +217,7 @@ def test_disconnect_aborts_without_traceback(pair: Pair, path: str, body: dict[s
     before = count_tracebacks(pair.vllm)
     long = {"model": "tiny-qwen3", "max_tokens": 400, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
-        pair.theirs.post(path, json={**long, **body}, timeout=0.3)
+        pair.theirs.post(path, json={**long, **body}, timeout=0.1)
     idle = re.compile(r"^vllm:num_requests_running\{[^}]*\} 0\.0$", re.MULTILINE)
     until(lambda: "prime_rl_requests_in_flight 0" in pair.theirs.get("/metrics").text, "the abort", pair.vllm)
     until(lambda: idle.search(pair.theirs.get("/metrics").text), "the abort in the engine", pair.vllm)
