@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "train"]
 
 __version__: str
+
+# Rounds for which a thread of OpenMP waits for others before it sleeps, read when torch is loaded. By default it waits
+# for milliseconds: while another program uses one of two cores, two threads then generate a third as fast, not half.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str) -> Any:

@@ -19,12 +19,6 @@ DIRECTORY_VARIABLE = "PRIME_RL_CORE_LEASES"
 MIN_PARAMETERS = 20_000_000
 """Models with fewer parameters use one thread: most of their time is Python's, which threads cannot share."""
 
-SPIN_COUNT = "5000"
-"""Rounds for which an OpenMP thread waits for others before it sleeps: enough for a barrier of the fused decode step.
-
-With the default, a step of two threads takes 2.5 times the CPU time while other programs use the cores.
-"""
-
 
 class CoreLease:
     """The lease of this process; without a directory no process shares the cores, and leases have no effect."""
@@ -64,7 +58,7 @@ class CoreLease:
 
 def lease_environment(directory: Path) -> dict[str, str]:
     """Environment variables of processes that share the cores."""
-    return {DIRECTORY_VARIABLE: str(directory), "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT)}
+    return {DIRECTORY_VARIABLE: str(directory)}
 
 
 def open_core_lease() -> CoreLease:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -44,3 +45,15 @@ def test_unknown_commands_and_the_list(
         assert end.code == code
     shown = capsys.readouterr()
     assert text in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("given", "rounds"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=["default", "rounds", "policy"],
+)
+def test_threads_wait_briefly_unless_told_otherwise(given: dict[str, str], rounds: str) -> None:
+    code = "import prime_rl, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
+    done = subprocess.run([sys.executable, "-c", code], env={**kept, **given}, capture_output=True, text=True)
+    assert done.stdout == f"{rounds} False\n", done.stderr
