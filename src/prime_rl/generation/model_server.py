@@ -59,7 +59,7 @@ def is_openai_model(name: str) -> bool:
 @contextmanager
 def start_server(config: GenerationConfig, process: str, options: Mapping[str, Any]) -> Iterator[LocalServer]:
     """Start a local server without waiting for it; its log is `<process>_inference.log`."""
-    from prime_rl.runtime.core_lease import lease_environment
+    from prime_rl.runtime.core_lease import DIRECTORY_VARIABLE
     from prime_rl.runtime.machine import find_free_port
     from prime_rl.runtime.process import Supervisor
 
@@ -69,7 +69,7 @@ def start_server(config: GenerationConfig, process: str, options: Mapping[str, A
         tempfile.TemporaryDirectory(prefix="prime-rl-cores-") as leases,
         Supervisor(RunDir(config.output_dir).logs, handle_signals=False) as supervisor,
     ):
-        env = {} if os.environ.get("OMP_NUM_THREADS") else lease_environment(Path(leases))  # it uses all cores
+        env = {} if os.environ.get("OMP_NUM_THREADS") else {DIRECTORY_VARIABLE: leases}  # it uses all cores
         argv = build_server_argv(config, {**options, "server.port": port})
         supervisor.start(f"{process}_inference", argv, env=env)
         yield LocalServer(supervisor, port)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_rl.runtime.core_lease import lease_environment
+from prime_rl.runtime.core_lease import DIRECTORY_VARIABLE
 from prime_rl.runtime.machine import find_gpus, num_cores
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def compute_environment(gpu_ids: Sequence[int] | None, num_compute: int, leases:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpu_ids))}
     if threads := os.environ.get("OMP_NUM_THREADS"):
         return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
-    shared = {} if leases is None else lease_environment(leases)
+    shared = {} if leases is None else {DIRECTORY_VARIABLE: str(leases)}
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(max(1, num_cores() // num_compute)), **shared}
 
 

@@ -56,11 +56,6 @@ class CoreLease:
             fcntl.flock(self._file, operation)
 
 
-def lease_environment(directory: Path) -> dict[str, str]:
-    """Environment variables of processes that share the cores."""
-    return {DIRECTORY_VARIABLE: str(directory)}
-
-
 def open_core_lease() -> CoreLease:
     """The lease of this process."""
     directory = os.environ.get(DIRECTORY_VARIABLE)
