@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels.select import gpu_kernels
 
 MAX_TOP = 64
 """Up to so many tokens, inserting them into a sorted list is faster than torch's selection."""
@@ -26,13 +27,19 @@ def sample_tokens(
     It is the first token whose cumulative probability exceeds `noise` (fp64, below 1), never one of probability 0; the
     most likely one in `greedy` rows, and in all without noise.
     """
+    if noise is not None and greedy is not None:
+        noise = noise.masked_fill(greedy, -1.0)
     if cpu_kernels.runs_here(logits):
         if noise is None:
             noise = torch.full((len(logits),), -1.0, dtype=torch.float64)
-        return cpu_kernels.sample(logits, noise if greedy is None else noise.masked_fill(greedy, -1.0))
+        return cpu_kernels.sample(logits, noise)
+    if logits.is_cuda and logits.dtype == torch.float32 and gpu_kernels() is not None:
+        from rollouts.kernels import gpu_sample
+
+        return gpu_sample.sample(logits, noise)
     logprobs = torch.log_softmax(logits, dim=-1)
     tokens = logprobs.argmax(-1) if noise is None else _invert_cdf(logprobs, noise)
-    if noise is not None and greedy is not None:
+    if greedy is not None:
         tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
