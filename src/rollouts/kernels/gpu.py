@@ -43,6 +43,12 @@ MANY_BLOCKS = 1024
 ROW_OUTPUTS, ROW_INPUTS = 4, 1024
 """Outputs of a program of `multiply_row`, and inputs that it holds at once."""
 
+SPLITS, SPLIT_OUTPUTS, SPLIT_INPUTS, SPLIT_STAGES = 2, 16, 256, 4
+"""`multiply_split`: parts of the sums, outputs of a program, inputs that it holds at once, stages of loads."""
+
+MAX_SPLIT_ROWS, MAX_SPLIT_OUTPUTS = 64, 2048
+"""Products for which `multiply_split` is faster than cuBLAS, whose programs for few outputs do not occupy a GPU."""
+
 MIN_HEAD_DIM, MIN_QUERIES = 16, 16
 """Smallest sizes of a product in Triton."""
 
@@ -50,18 +56,23 @@ MIN_HEAD_DIM, MIN_QUERIES = 16, 16
 def rms_norm(
     x: Float[Tensor, "*rows size"], weight: Float[Tensor, "*heads size"], eps: float, added: Tensor | None = None
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows 1"]]:
-    """weight x / rms(x), and 1 / rms(x) in fp32. `weight` may have a row per head. `added` is added to `x` in place."""
+    """weight x / rms(x), and 1 / rms(x) in fp32. `weight` may have a row per head.
+
+    `added` is added to `x` in place: one tensor like it, or parts of it in fp32, `[parts, *rows, size]`.
+    """
     assert added is None or (added.is_contiguous() and x.is_contiguous())
     x, stride, inner = flatten_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     num, size, weight = scales.numel(), x.shape[-1], weight.contiguous()
     heads = weight.shape[0] if weight.dim() > 1 else 1
+    parts = len(added) if added is not None and added.dim() > x.dim() else 1
     rows, width = _choose_tile(size)
-    with _device(x):
+    with on_device(x):
         _rms_norm[(cdiv(num, rows),)](
-            x, added, weight, out, scales, stride, inner, num, heads, size, eps, rows, width, num_warps=_warps(width)
-        )
+            x, added, weight, out, scales, stride, inner, num, heads, size, eps, parts, rows, width,
+            num_warps=_warps(width),
+        )  # fmt: skip
     return out, scales
 
 
@@ -78,7 +89,7 @@ def rms_norm_backward(
     rows, width = _choose_tile(size)
     programs = max(1, min(PROGRAMS, cdiv(num, rows)))
     grad_weight = torch.empty(programs, size, dtype=torch.float32, device=x.device)
-    with _device(x):
+    with on_device(x):
         _rms_norm_backward[(programs,)](
             grad, x, weight, scales, grad_x, grad_weight, stride, inner, num, size, rows, width, num_warps=_warps(width)
         )
@@ -95,7 +106,7 @@ def rotate(
     x, stride, heads = flatten_rows(x)
     out, cos, sin = torch.empty(x.shape, dtype=x.dtype, device=x.device), cos.contiguous(), sin.contiguous()
     sizes = (next_power_of_2(heads), next_power_of_2(x.shape[2] // 2))
-    with _device(x):
+    with on_device(x):
         _rotate[(x.shape[0],)](x, cos, sin, out, stride, heads, x.shape[2] // 2, -1.0 if back else 1.0, *sizes)
     return out
 
@@ -105,7 +116,7 @@ def swiglu(gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"]) -> 
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, size = gate.shape
-    with _device(gate):
+    with on_device(gate):
         _swiglu[(rows, cdiv(size, COLUMNS))](gate, up, out, gate.stride(0), up.stride(0), size, COLUMNS)
     return out
 
@@ -117,7 +128,7 @@ def swiglu_backward(
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
     rows, size = gate.shape
-    with _device(gate):
+    with on_device(gate):
         _swiglu_backward[(rows, cdiv(size, COLUMNS))](grad, gate, up, grad_gate, grad_up, size, COLUMNS)
     return grad_gate, grad_up
 
@@ -133,7 +144,7 @@ def norm_and_rotate_(
     tokens, heads, dim = qk.shape
     assert qk.stride(2) == 1 and qk.stride(1) == dim
     sizes = (next_power_of_2(heads), next_power_of_2(dim // 2))
-    with _device(qk):
+    with on_device(qk):
         _norm_and_rotate[(tokens,)](
             qk, weight, cos, sin, qk.stride(0), heads, dim // 2, eps, weight is not None, cos is not None, *sizes
         )
@@ -169,7 +180,7 @@ def attend_step(
     stats = torch.empty(2, rows, kv_heads, splits, group, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
     sizes: tuple[Any, ...] = (kv_heads, addresses.stride(0), tables.stride(0), splits, group, dim**-0.5)
-    with _device(q):
+    with on_device(q):
         _attend_split[(rows, kv_heads, splits)](
             q, addresses, tables, positions, parts, *stats, q.stride(0), *sizes,
             max(next_power_of_2(group), MIN_QUERIES), dim, keys, split, tile, num_warps=warps, num_stages=stages,
@@ -198,7 +209,7 @@ def copy_pages(
     tokens, heads, dim = k.shape
     assert store or (k.is_contiguous() and v.is_contiguous())
     k, v = k.contiguous(), v.contiguous()
-    with _device(k):
+    with on_device(k):
         _copy_pages[(tokens,)](
             k, v, addresses, *places, addresses.stride(0), heads, next_power_of_2(heads), dim, keys, store
         )
@@ -208,11 +219,35 @@ def multiply_row(x: Float[Tensor, "1 inputs"], weight: Float[Tensor, "outputs in
     """x weight^T for a single row: 1.1 to 3 times as fast as cuBLAS, which computes eight (measured on an H200)."""
     outputs, inputs = weight.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
-    with _device(x):
+    with on_device(x):
         _multiply_row[(cdiv(outputs, ROW_OUTPUTS),)](
             x, weight, out, outputs, inputs, ROW_OUTPUTS, min(ROW_INPUTS, next_power_of_2(inputs)), num_warps=4
         )
     return out
+
+
+def supports_split(x: Float[Tensor, "rows inputs"], weight: Float[Tensor, "outputs inputs"]) -> bool:
+    """Whether `multiply_split` supports this product, and is faster than cuBLAS."""
+    outputs, inputs = weight.shape
+    fits = outputs % SPLIT_OUTPUTS == 0 and inputs % (SPLITS * SPLIT_INPUTS) == 0
+    return fits and 1 < len(x) <= MAX_SPLIT_ROWS and outputs <= MAX_SPLIT_OUTPUTS
+
+
+def multiply_split(
+    x: Float[Tensor, "rows inputs"], weight: Float[Tensor, "outputs inputs"]
+) -> Float[Tensor, "parts rows outputs"]:
+    """x weight^T in two parts, in fp32, for `rms_norm` to add.
+
+    On an H100, of 32 rows: 1024 x 2048 in 4.9 us, 1024 x 3072 in 5.9 us; cuBLAS 6.1 and 8.1 us.
+    """
+    (rows, inputs), outputs = x.shape, len(weight)
+    x, parts = x.contiguous(), torch.empty(SPLITS, rows, outputs, dtype=torch.float32, device=x.device)
+    with on_device(x):
+        _multiply_split[(outputs // SPLIT_OUTPUTS, SPLITS)](
+            x, weight, parts, rows, outputs, inputs, max(next_power_of_2(rows), MIN_QUERIES), SPLIT_OUTPUTS,
+            SPLIT_INPUTS, SPLITS, num_warps=4, num_stages=SPLIT_STAGES,
+        )  # fmt: skip
+    return parts
 
 
 def _choose_tile(size: int) -> tuple[int, int]:
@@ -225,14 +260,16 @@ def _warps(width: int) -> int:
     return 4 if width <= TILE else 8
 
 
-def _device(x: Tensor) -> AbstractContextManager[Any]:
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Launch kernels on the tensor's device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()  # the CPU: Triton's interpreter
 
 
 @triton.jit
 def _rms_norm(
-    x, added, weight, out, scales, stride, inner, num, heads, size, eps, ROWS: tl.constexpr, SIZE: tl.constexpr
-):
+    x, added, weight, out, scales, stride, inner, num, heads, size, eps, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)[None, :]
     mask = (row < num)[:, None] & (column < size)
@@ -240,7 +277,10 @@ def _rms_norm(
     flat = row[:, None] * size + column
     values = tl.load(x + at, mask, 0.0)
     if added is not None:
-        values = (values.to(tl.float32) + tl.load(added + flat, mask, 0.0).to(tl.float32)).to(x.dtype.element_ty)
+        change = tl.load(added + flat, mask, 0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            change += tl.load(added + part * num * size + flat, mask, 0.0)
+        values = (values.to(tl.float32) + change).to(x.dtype.element_ty)
         tl.store(x + at, values, mask)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / size + eps)
@@ -354,6 +394,23 @@ def _multiply_row(x, weight, out, outputs, INPUTS: tl.constexpr, OUTPUTS: tl.con
         factor = tl.load(x + here, here < INPUTS, 0.0).to(tl.float32)
         total += factor * tl.load(rows + here, (output < outputs)[:, None] & (here < INPUTS), 0.0).to(tl.float32)
     tl.store(out + output, tl.sum(total, 1).to(out.dtype.element_ty), output < outputs)
+
+
+@triton.jit
+def _multiply_split(
+    x, weight, parts, rows, outputs, inputs, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    output, part = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1)
+    row, column = tl.arange(0, ROWS), tl.arange(0, TILE)
+    first = part * (inputs // SPLITS)
+    weights = weight + output[:, None].to(tl.int64) * inputs + first + column[None, :]
+    factors = x + row[None, :] * inputs + first + column[:, None]
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for start in tl.range(0, inputs // SPLITS, TILE):
+        factor = tl.load(factors + start, (row < rows)[None, :], 0.0)
+        total += tl.dot(tl.load(weights + start), factor, input_precision="ieee")
+    tl.store(parts + (part * rows + row[None, :]) * outputs + output[:, None], total, (row < rows)[None, :])
 
 
 @triton.jit

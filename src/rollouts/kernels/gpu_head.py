@@ -14,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rollouts.kernels.gpu import _device
+from rollouts.kernels.gpu import on_device
 
 COLUMNS, WARPS = 4096, 8
 """Logits of a row that a program holds at once, and its warps."""
@@ -27,7 +27,7 @@ def head_forward(
     assert logits.is_contiguous()
     logprobs, entropy, lse = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     inputs = (labels.contiguous(), temperature.contiguous())
-    with _device(logits):
+    with on_device(logits):
         _head_forward[(len(logits),)](
             logits, *inputs, logprobs, entropy, lse, logits.shape[1], COLUMNS, num_warps=WARPS
         )
@@ -52,7 +52,7 @@ def head_backward(
     rows, vocab = logits.shape
     grad = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
     inputs = [x if x is None else x.contiguous() for x in (labels, temperature, lse, entropy, of_logprob, of_entropy)]
-    with _device(logits):
+    with on_device(logits):
         _head_backward[(rows, triton.cdiv(vocab, COLUMNS))](logits, *inputs, grad, vocab, COLUMNS, num_warps=WARPS)
     return grad
 

@@ -77,12 +77,16 @@ def widens(x: Tensor) -> bool:
 
 
 def multiply_wide(
-    x: Float[Tensor, "rows inputs"], weight: Float[Tensor, "outputs inputs"]
+    x: Float[Tensor, "rows inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    out: Float[Tensor, "rows outputs"] | None = None,
 ) -> Float[Tensor, "rows outputs"]:
-    """x weight^T in fp32, of factors in half precision on a GPU; without gradients.
+    """x weight^T in fp32, of factors in half precision on a GPU, in `out` if it is given; without gradients.
 
     Rounded to bf16, a logit of 16 is off by up to 1/16, and so is its log-prob.
     """
+    if out is not None:
+        return cast(Tensor, torch.ops.aten.mm.dtype_out(x, weight.t(), torch.float32, out=out))
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 

@@ -6,8 +6,10 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from prime_rl.inference.engine import AdapterSpec
 from prime_rl.trainer.lora import Adapter, LoraSpec, lora_delta
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.multi_lora import AdapterTable, LoraDelta
-from prime_rl.transport.weights import PEFT_PREFIX, digest_tensor
+from prime_rl.transport.weights import PEFT_PREFIX, digest_tensors
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.deltas import DeltaBatch, PackedDelta
 from rollouts.training.numerics import min_rows, repeat_last
@@ -80,6 +82,7 @@ class Adapters:
         self._table, self._num_layers = AdapterTable(model, dtype), model.config.num_hidden_layers
         self._has_places = type(model) is CausalLM  # other classes run their own forward pass, with hooks
         self._packed: dict[str, PackedDelta] = {}
+        self._whole: dict[str, BatchDelta] = {}
         self._loads = 0
 
     def load(self, name: str, tensors: Mapping[str, Tensor], spec: AdapterSpec) -> dict[str, str]:
@@ -94,16 +97,13 @@ class Adapters:
         self._pack(name)
         self._loads += 1
         self.served[name] = LoadedAdapter(spec, (name, self._loads))
+        self._whole[name] = BatchDelta(name, {m: held[name] for m, held in self._table.changes.items() if name in held})
         held: dict[str, Tensor | None] = {}
         for module, changes in self._table.changes.items():
             if name in changes:
                 held |= {f"{module}.lora_A.weight": changes[name].a, f"{module}.lora_B.weight": changes[name].b}
-        digests = {}
-        for key, tensor in tensors.items():
-            loaded = held[key.removeprefix(PEFT_PREFIX)]
-            assert loaded is not None
-            digests[key] = digest_tensor(loaded.to(tensor.dtype))
-        return digests
+        loaded = ((key, held[key.removeprefix(PEFT_PREFIX)], tensor.dtype) for key, tensor in tensors.items())
+        return digest_tensors((key, cast(Tensor, tensor).to(dtype)) for key, tensor, dtype in loaded)
 
     def _pack(self, name: str) -> None:
         """Let the kernel hold the matrices of an adapter that it supports."""
@@ -126,10 +126,16 @@ class Adapters:
             raise ValueError(f"no adapter {name!r} is loaded")
         self._table.remove(name)
         self._packed.pop(name, None)
+        del self._whole[name]
 
     def are_packed(self, names: Collection[str | None]) -> bool:
         """Whether the kernel supports all of these adapters."""
         return all(name is None or name in self._packed for name in names)
+
+    def find_whole(self, names: Collection[str | None]) -> BatchDelta | None:
+        """The adapter of all rows of a batch that has requests for these `names`; None if they have several or none."""
+        only = next(iter(names)) if len(names) == 1 else None
+        return None if only is None else self._whole[only]
 
     def route(self, names: Sequence[str | None], counts: Sequence[int], device: torch.device) -> LoraRouting | None:
         """Map rows to adapters, where `counts[i]` rows belong to `names[i]`; None if no row has an adapter."""
@@ -144,6 +150,33 @@ class Adapters:
         if all(name in self._packed for name in rows):
             batch = DeltaBatch([self._packed[name] for name in rows], [index.tolist() for index in rows.values()])
         return LoraRouting(self._table, rows, batch)
+
+
+class RowChanges(Protocol):
+    """Changes the outputs of modules for the rows of a batch; `LoraRouting` or `BatchDelta`."""
+
+    def change(
+        self, parts: Sequence[tuple[str, int, int]], x: Float[Tensor, "rows inputs"], y: Float[Tensor, "rows outputs"]
+    ) -> None:
+        """Change `y` in place; `parts` lists the modules with their output columns `start .. end`."""
+
+
+@dataclass(frozen=True)
+class BatchDelta:
+    """One adapter for all rows, by operations that a CUDA graph can contain: y += scale B (A x)."""
+
+    name: str
+    deltas: Mapping[str, LoraDelta]
+    """By module; another load of the adapter has other ones."""
+
+    def change(
+        self, parts: Sequence[tuple[str, int, int]], x: Float[Tensor, "rows inputs"], y: Float[Tensor, "rows outputs"]
+    ) -> None:
+        """As `RowChanges`."""
+        for module, start, end in parts:
+            delta = self.deltas.get(module)
+            if delta is not None and delta.a is not None and delta.b is not None:
+                y[:, start:end].addmm_(F.linear(x, delta.a), delta.b.t(), alpha=delta.scale)
 
 
 class LoraRouting:
@@ -164,7 +197,7 @@ class LoraRouting:
     def change(
         self, parts: Sequence[tuple[str, int, int]], x: Float[Tensor, "rows inputs"], y: Float[Tensor, "rows outputs"]
     ) -> None:
-        """Add the deltas to `y` in place; `parts` lists the modules with their output columns `start .. end`."""
+        """As `RowChanges`."""
         for module, start, end in parts:
             changes = self._table.changes.get(module)
             if not changes:

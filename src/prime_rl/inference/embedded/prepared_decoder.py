@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from prime_rl.inference.embedded.adapters import LoraRouting
+from prime_rl.inference.embedded.adapters import LoraRouting, RowChanges
 from prime_rl.inference.embedded.attention import find_prefill_kernels
 from prime_rl.inference.embedded.fused_decode import FusedDecoder, LayerWeights, Rope
 from prime_rl.inference.embedded.kv_cache import BLOCK
@@ -110,18 +110,29 @@ class PackedLinear:
             copy_tensor(new, name, joined[start:end])
         return joined
 
-    def __call__(self, x: Float[Tensor, "rows inputs"], changes: LoraRouting | None) -> Float[Tensor, "rows outputs"]:
+    def __call__(
+        self, x: Float[Tensor, "rows inputs"], changes: RowChanges | None, splits: bool = False
+    ) -> Float[Tensor, "*parts rows outputs"]:
+        """The product; with `splits` it may be in parts in fp32, for `add_norm`."""
+        if splits and changes is None and self._is_wide(x) and (kernels := gpu_kernels()) is not None:
+            assert self.weight is not None
+            if kernels.supports_split(x, self.weight):
+                return kernels.multiply_split(x, self.weight)
         if self.kernel is not None:
             y = self.kernel(x, self.bias)
         elif self.packed is not None:
             y = packed_linear(x, self.packed, self.bias)
-        elif len(x) == 1 and not self._exact and self.bias is None and widens(x) and (kernels := gpu_kernels()):
+        elif len(x) == 1 and self._is_wide(x) and (kernels := gpu_kernels()) is not None:
             y = kernels.multiply_row(x, self.weight)
         else:
             y = F.linear(x, cast(Tensor, self.weight), self.bias)
         if changes is not None:
             changes.change(self.parts, x, y)
         return y
+
+    def _is_wide(self, x: Tensor) -> bool:
+        """Whether sums may be in fp32 and in any order."""
+        return not self._exact and self.bias is None and widens(x)
 
 
 def concat(tensors: Sequence[Tensor], out: Tensor | None) -> Tensor:
@@ -196,18 +207,18 @@ class PreparedLayer:
         cos: Tensor,
         sin: Tensor,
         attend: AttentionBackend,
-        changes: LoraRouting | None,
+        changes: RowChanges | None,
     ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
         """Return the residual stream after attention and the feed-forward output; `normed` is `x`, normalized."""
         qkv = self.qkv(normed, changes).view(x.shape[0], -1, self.head_dim)
         attended = attend(self.index, *self._apply_rotary(qkv, cos, sin)).flatten(-2)
-        x, normed = add_norm(self.out(attended, changes), x, self.norms[1], self.fuse)
+        x, normed = add_norm(self.out(attended, changes, splits=True), x, self.norms[1], self.fuse)
         if self.mlp is not None:
-            with nullcontext() if changes is None else changes.routed():
+            with route(changes):
                 return x, cast(Tensor, self.mlp(normed))
         if changes is None and (kernel := self.gate_up.kernel) is not None:
             return x, self.down(kernel(normed, self.gate_up.bias, gated=True), None)
-        return x, self.down(swiglu(*self.gate_up(normed, changes).chunk(2, dim=1)), changes)
+        return x, self.down(swiglu(*self.gate_up(normed, changes).chunk(2, dim=1)), changes, splits=True)
 
     def _apply_rotary(
         self, qkv: Float[Tensor, "rows heads dim"], cos: Tensor, sin: Tensor
@@ -230,10 +241,17 @@ class PreparedLayer:
         return q, k, v
 
 
+def route(changes: RowChanges | None) -> AbstractContextManager[None]:
+    """Context in which the model's own modules apply the changes."""
+    return changes.routed() if isinstance(changes, LoraRouting) else nullcontext()
+
+
 def add_norm(
-    branch: Float[Tensor, "rows size"], x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool
+    branch: Float[Tensor, "*parts rows size"], x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool
 ) -> tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]:
-    """Add a branch to the residual stream, in the branch's memory; returns the sum and its norm."""
+    """Add a branch, or its parts, to the residual stream, in the memory of either; returns the sum and its norm."""
+    if branch.dim() > x.dim():
+        return x, gpu_kernels().rms_norm(x, norm.weight, norm.eps, added=branch)[0]
     if (kernels := find_kernels(branch, x, norm.weight, narrow=False)) is not None:
         return branch, kernels.rms_norm(branch, norm.weight, norm.eps, added=x)[0]
     x = branch.add_(x)
@@ -420,11 +438,11 @@ class PreparedDecoder:
         positions: Int[Tensor, " rows"],
         attend: AttentionBackend,
         length: int,
-        changes: LoraRouting | None = None,
+        changes: RowChanges | None = None,
     ) -> Float[Tensor, "rows hidden"]:
         """Compute hidden states of `tokens`; all `positions` are below `length`."""
         if self.uses_model_forward:
-            with nullcontext() if changes is None else changes.routed():
+            with route(changes):
                 return cast(Tensor, self.model(tokens, positions, attend))
         x = F.embedding(tokens, self.model.model.embed_tokens.weight).to(self.arithmetic)
         cos, sin = (table[positions] for table in self.rope(length, x.dtype))
@@ -435,20 +453,23 @@ class PreparedDecoder:
         return normed
 
     def logits(
-        self, hidden: Float[Tensor, "rows hidden"], changes: LoraRouting | None = None
+        self,
+        hidden: Float[Tensor, "rows hidden"],
+        changes: RowChanges | None = None,
+        out: Float[Tensor, "rows vocab"] | None = None,
     ) -> Float[Tensor, "rows vocab"]:
-        """Compute next-token logits; pads to the minimum number of rows."""
+        """Compute next-token logits, in `out` if it is given; pads to the minimum number of rows."""
         rows = hidden.shape[0]
         hidden = repeat_last(hidden, self.min_rows)
         if self.head is None:
             logits = self.model.logits(hidden)
         elif self._has_wide_logits and changes is None:
-            logits = multiply_wide(hidden, cast(Tensor, self.head.weight))
+            logits = multiply_wide(hidden, cast(Tensor, self.head.weight), out if rows == len(hidden) else None)
         else:
             logits = self.head(hidden, None)
         if changes is not None:
             changes.change([("lm_head", 0, logits.shape[1])], hidden, logits)
-        return logits[:rows]
+        return logits[:rows] if out is None or logits is out else out.copy_(logits[:rows])
 
     @property
     def logits_dtype(self) -> torch.dtype:

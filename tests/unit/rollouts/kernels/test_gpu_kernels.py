@@ -50,6 +50,30 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         check([mine / scale], [(theirs / scale).to(dtype)], dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])  # the interpreter multiplies the bits of bf16
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(2, 16, 512), (17, 48, 1024), (64, 32, 512)])
+def test_products_in_parts_are_added_by_the_norm(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    assert gpu.supports_split(x, weight)
+    parts = gpu.multiply_split(x, weight)
+    assert parts.shape == (gpu.SPLITS, rows, outputs) and parts.dtype == torch.float32
+    torch.testing.assert_close(parts.double().sum(0), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
+    residual, norm = torch.randn(rows, outputs).to(dtype), torch.randn(outputs).to(dtype)
+    expected = (residual.float() + parts.sum(0)).to(dtype)
+    out, _ = gpu.rms_norm(residual, norm, 1e-6, added=parts)
+    assert torch.equal(residual, expected)
+    check([out], [rms_norm(expected, norm, 1e-6)], dtype)
+
+
+def test_which_products_are_in_parts() -> None:
+    def supports(rows: int, outputs: int, inputs: int) -> bool:
+        return gpu.supports_split(torch.empty(rows, inputs), torch.empty(outputs, inputs))
+
+    assert supports(2, 2048, 512) and supports(64, 16, 3072)
+    others = [(1, 64, 512), (65, 64, 512), (8, 4096, 512), (8, 60, 512), (8, 64, 576)]
+    assert not any(supports(*sizes) for sizes in others)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_rms_norm_of_slices_with_a_weight_per_head(dtype: torch.dtype) -> None:
     whole, weight = torch.randn(6, 5, 32).to(dtype), torch.randn(3, 32).to(dtype)
