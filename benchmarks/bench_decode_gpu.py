@@ -28,7 +28,7 @@ import torch
 
 from prime_rl.inference.embedded.cuda_graphs import GraphCapturer, Step, build_recorder
 from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.inference.engine import GenerationRequest, SamplingParams
+from prime_rl.inference.engine import AdapterSpec, GenerationRequest, SamplingParams
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 
@@ -130,18 +130,52 @@ def build_engine(model: CausalLM, **options: Any) -> EmbeddedEngine:
     return EmbeddedEngine(model, **options)
 
 
-def start(engine: EmbeddedEngine, batch: int, prompt: int, new: int, seed: int) -> None:
+def start(
+    engine: EmbeddedEngine,
+    batch: int,
+    prompt: int,
+    new: int,
+    seed: int,
+    adapter: str | None = None,
+    temperature: float = 0.0,
+) -> None:
     """Queue random prompts."""
     draw = torch.Generator().manual_seed(seed)
-    for tokens in torch.randint(engine.vocab_size, (batch, prompt), generator=draw).tolist():
-        engine.add(GenerationRequest(tokens, SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)))
+    for i, tokens in enumerate(torch.randint(engine.vocab_size, (batch, prompt), generator=draw).tolist()):
+        params = SamplingParams(max_tokens=new, temperature=temperature, ignore_eos=True, seed=i)
+        engine.add(GenerationRequest(tokens, params, adapter=adapter))
 
 
-def time_steps(model: CausalLM, case: Case, steps: int, repeats: int, **options: Any) -> Iterator[float]:
-    """Seconds of a decode step of all rows, the mean over `steps` around the wanted context; the first run warms up."""
+def draw_adapter(model: CausalLM, rank: int) -> dict[str, torch.Tensor]:
+    """A random LoRA adapter of all products of all layers, by PEFT's names."""
+    tensors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            a = torch.randn(rank, module.in_features) / module.in_features**0.5
+            b = torch.randn(module.out_features, rank) / 100
+            tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+    return tensors
+
+
+def time_steps(
+    model: CausalLM,
+    case: Case,
+    steps: int,
+    repeats: int,
+    rank: int | None = None,
+    temperature: float = 0.0,
+    **options: Any,
+) -> Iterator[float]:
+    """Seconds of a decode step of all rows, the mean over `steps` around the wanted context; the first run warms up.
+
+    `rank`: that of a LoRA adapter that all rows have.
+    """
     engine = build_engine(model, max_running=case.batch, enable_prefix_caching=False, **options)
+    adapter = None if rank is None else "adapter"
+    if rank is not None:
+        engine.load_adapter("adapter", draw_adapter(model, rank), AdapterSpec(rank, 2.0 * rank, 0))
     for repeat in range(-1, repeats):
-        start(engine, case.batch, case.context - steps // 2 - 4, steps + 8, repeat)
+        start(engine, case.batch, case.context - steps // 2 - 4, steps + 8, repeat, adapter, temperature)
         before = engine.stats().generated_tokens
         while engine.stats().generated_tokens < before + 4 * case.batch:
             engine.step()

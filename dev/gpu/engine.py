@@ -206,6 +206,20 @@ def measure_decode(context: Context, batch: int, context_tokens: int) -> Measure
     return Measured(rates["graphs"] / best, note, {"tokens_per_s": rates["graphs"], **rates})
 
 
+def compare_decode(context: Context, batch: int, context_tokens: int, **options: Any) -> Measured:
+    """Decoding speed with other options, over that of greedy decoding without an adapter; with CUDA graphs."""
+    model = build_model(context)
+    case = bench.Case(min(batch, 2), 40) if context.tiny else bench.Case(batch, context_tokens)
+    rates = []
+    for chosen in ({}, options):
+        recorder = CountingRecorder(context.device)
+        steps = bench.time_steps(model, case, 4 if context.tiny else 48, 2, exact=False, recorder=recorder, **chosen)
+        rates.append(case.batch / statistics.median(steps))
+        if not recorder.num_captured and not context.tiny:
+            raise RuntimeError("no step was captured")
+    return Measured(rates[1] / rates[0], f"{rates[1]:,.0f} of {rates[0]:,.0f} tokens/s", {"tokens_per_s": rates[1]})
+
+
 def measure_sharing(context: Context) -> Measured:
     """Time of groups with a common prompt without prefix sharing, over the time with it."""
     model = build_model(context)
@@ -214,7 +228,8 @@ def measure_sharing(context: Context) -> Measured:
     prompts = torch.randint(model.config.vocab_size, (4, length), generator=draw).tolist()
     seconds = {}
     for share in (False, True):
-        engine = bench.build_engine(model, exact=False, enable_prefix_caching=share)
+        recorder = CountingRecorder(context.device)
+        engine = bench.build_engine(model, exact=False, enable_prefix_caching=share, recorder=recorder)
         for repeat in range(2):  # the first warms up
 
             def work(engine: EmbeddedEngine = engine, repeat: int = repeat) -> None:

@@ -118,6 +118,10 @@ CHECKS = (
               options={"batch": batch, "context_tokens": length})
         for batch, length, share in ((1, 256, 0.3), (32, 512, 0.5), (256, 1024, 0.7))
     ),
+    Check("engine.decode_drawn", "engine:compare_decode", ">=", 0.9, "of greedy", 120.0, is_speed=True,
+          options={"batch": 32, "context_tokens": 512, "temperature": 1.0}),
+    Check("engine.decode_lora", "engine:compare_decode", ">=", 0.5, "of no adapter", 120.0, is_speed=True,
+          options={"batch": 32, "context_tokens": 512, "rank": 16}),
     Check("engine.requests", "engine:measure_requests", ">=", 120, "requests/s", 120.0, is_speed=True),
     Check("engine.update_pause", "engine:measure_update_pause", "<=", 20, "ms", is_speed=True),
     Check("runs.sft", "runs:run_sft", "<=", 0.9, "last loss / first", 120.0),

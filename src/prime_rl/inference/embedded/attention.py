@@ -155,6 +155,11 @@ class DecodeBackend(ABC):
             return False
         return self.reach is None or len(self.reach) == 1 or count_slots(positions + 1) == self.reach
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether a step copies nothing from the host, so that it may be started while another one is computed."""
+        return False
+
     @abstractmethod
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
         """Write the keys and values of `tokens` to the cache and return next-token logits."""

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prime_rl.inference.embedded.adapters import BatchDelta
 from prime_rl.inference.embedded.attention import AttentionMetadata, DecodeBackend, KVView, decode_queries
 from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_blocks
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
@@ -114,6 +115,7 @@ class Buffers:
         shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim)
         self.logits: Float[Tensor, "rows vocab"] = weight.new_zeros(rows, config.vocab_size, dtype=decoder.logits_dtype)
         self.kernels = find_decode_kernels(config, weight.device)
+        self._positions: NDArray[np.int64] | None = None  # of the last step
         if self.kernels is None:
             self.new: Float[Tensor, "2 layers rows kv_heads dim"] = weight.new_zeros(shape, dtype=decoder.dtype)
             return
@@ -121,6 +123,18 @@ class Buffers:
         self.addresses: Int[Tensor, "layers 2 blocks"] = self.tokens.new_zeros(config.num_hidden_layers, 2, most)
         self.tables: Int[Tensor, "blocks rows"] = self.tokens.new_zeros(most, rows, dtype=torch.int32)
         self._generation = -1
+
+    def set_inputs(self, tokens: Int[Tensor, " num"], positions: NDArray[np.int64]) -> None:
+        """Set the inputs of the real rows; rows behind them are at position -1, without kernels at 0."""
+        num = len(positions)
+        self.tokens[:num].copy_(tokens)
+        if self._positions is not None and np.array_equal(self._positions + 1, positions):
+            self.positions[:num] += 1  # a copy from the host would wait for the step before
+        else:
+            at = np.full(len(self.positions), 0 if self.kernels is None else -1, dtype=np.int64)
+            at[:num] = positions
+            self.positions.copy_(torch.from_numpy(at))
+        self._positions = positions.copy()
 
     def update(self, cache: KVCache, metadata: AttentionMetadata) -> None:
         """Copy what kernels read: the pages of the rows, and the addresses of the cache if its memory has moved."""
@@ -135,13 +149,21 @@ class Buffers:
 class CapturedStep:
     """A decode step of one shape: one token for each of the first `rows` slots, with keys in `num_blocks` blocks.
 
-    Valid while weights and cache stay at the addresses in `memory`; kernels read those of the cache in each step.
+    `delta` is the adapter of all rows. Valid while weights and cache stay at the addresses in `memory`; kernels read
+    those of the cache in each step.
     """
 
     def __init__(
-        self, decoder: PreparedDecoder, cache: KVCache, buffers: Buffers, rows: int, num_blocks: int, max_length: int
+        self,
+        decoder: PreparedDecoder,
+        cache: KVCache,
+        buffers: Buffers,
+        rows: int,
+        num_blocks: int,
+        max_length: int,
+        delta: BatchDelta | None = None,
     ) -> None:
-        self._decoder, self._max_length = decoder, max_length
+        self._decoder, self._max_length, self.delta = decoder, max_length, delta
         config = decoder.model.config
         self.replay: Step | None = None
         self._uses = 0
@@ -176,9 +198,9 @@ class CapturedStep:
             mask = causal_mask(self._positions - 1, self._width + KEY_MULTIPLE)
             mask[:, self._width].zero_()  # the token's own key comes after the blocks
             attend = partial(self._attend, mask[:, None, None])
-        out = self._decoder(self._tokens, self._positions, attend, self._max_length)
-        # Copied to a shared buffer, so that graphs do not allocate their own.
-        return self._logits.copy_(self._decoder.logits(out))
+        out = self._decoder(self._tokens, self._positions, attend, self._max_length, self.delta)
+        # To a shared buffer, so that graphs do not allocate their own.
+        return self._decoder.logits(out, self.delta, self._logits)
 
     def _attend_by_kernel(
         self,
@@ -224,10 +246,11 @@ class GraphDecoder:
     def __init__(self, decoder: PreparedDecoder, cache: KVCache, recorder: GraphCapturer, max_length: int) -> None:
         self.decoder, self.cache, self.recorder = decoder, cache, recorder
         self.buffers, self._max_length = Buffers(decoder, cache, max_length), max_length
-        self.steps: dict[tuple[int, int], CapturedStep] = {}
+        self.steps: dict[tuple[int, int, str | None], CapturedStep] = {}
 
-    def build(self, metadata: AttentionMetadata, num: int) -> GraphDecode | None:
-        """Select the graph of a batch without adapters, of which `num` rows are real; None for eager decoding.
+    def build(self, metadata: AttentionMetadata, num: int, delta: BatchDelta | None = None) -> GraphDecode | None:
+        """Select the graph of a batch, of which `num` rows are real; None for eager decoding. `delta` is the adapter of
+        all rows.
 
         Without kernels, for slots, it reserves cache for every row in every block, unless that takes more than three
         quarters of the cache; kernels read and write the pages that the rows have.
@@ -247,10 +270,12 @@ class GraphDecoder:
         }
         if not fits:
             return None
-        step = self.steps.get((rows, num_blocks))
-        if step is None:
-            step = CapturedStep(self.decoder, self.cache, self.buffers, rows, num_blocks, self._max_length)
-            self.steps[rows, num_blocks] = step
+        name = None if delta is None else delta.name
+        step = self.steps.get((rows, num_blocks, name))
+        if step is None or step.delta is not delta:
+            self.steps = {key: held for key, held in self.steps.items() if key[2] != name or held.delta is delta}
+            step = CapturedStep(self.decoder, self.cache, self.buffers, rows, num_blocks, self._max_length, delta)
+            self.steps[rows, num_blocks, name] = step
             if len(self.steps) > MAX_GRAPHS:
                 del self.steps[next(iter(self.steps))]
         return GraphDecode(self, step, metadata, num)
@@ -275,16 +300,18 @@ class GraphDecode(DecodeBackend):
     def __init__(self, decoder: GraphDecoder, step: CapturedStep, metadata: AttentionMetadata, num: int) -> None:
         width = len(metadata.block_tables) * BLOCK if step.kernels is None else metadata.next_boundary
         super().__init__(decoder.cache, metadata, width, reach=None)
-        self._buffers, self._step, self._recorder, self._num = decoder.buffers, step, decoder.recorder, num
+        self._buffers, self._step, self._recorder, self._num_real = decoder.buffers, step, decoder.recorder, num
         self._buffers.tokens.zero_()
+
+    @property
+    def is_on_device(self) -> bool:
+        """As `DecodeBackend`: without kernels the host places the new keys and values."""
+        return self._buffers.kernels is not None
 
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
         """Decode one step; the logits are valid until the next call."""
-        buffers, num = self._buffers, self._num
-        at = np.full(len(buffers.positions), 0 if buffers.kernels is None else -1, dtype=np.int64)
-        at[:num] = positions[:num]
-        buffers.tokens[:num].copy_(tokens[:num])
-        buffers.positions.copy_(torch.from_numpy(at))
+        buffers, num = self._buffers, self._num_real
+        buffers.set_inputs(tokens[:num], positions[:num])
         logits = self._step.run(self._recorder)[:num]
         if buffers.kernels is None:  # they have stored the keys and values, except those of rows at position -1
             places = self.cache.locate(self.metadata.slots[:num], positions[:num])

@@ -46,7 +46,7 @@ from prime_rl.runtime.core_lease import MIN_PARAMETERS, CoreLease
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import fill_weights
-from prime_rl.transport.weights import digest_tensor
+from prime_rl.transport.weights import digest_tensors
 from rollouts.training.sampling_support import check_supports
 
 PADDED_TOKENS, FLASH_TOKENS = 2048, 8192
@@ -245,7 +245,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         if self._aborted:
             aborted, self._aborted = self._aborted, []
             return aborted
-        batch = self._scheduler.schedule()
+        batch = self._scheduler.schedule(self._runner.in_flight)
         for seq in batch.admitted:
             seq.mark_version(self._version_of(seq))
         start = time.perf_counter()
@@ -271,10 +271,9 @@ class EmbeddedEngine(InProcessEngineMixin):
                     parameter.copy_(parameter.to(self.dtype))
         self._decoder.refresh(given)
         self._change_version(version)
-        return {
-            name: digest_tensor(held.to(tensors[name].dtype) if name in tensors else held)
-            for name, held in self.tensors().items()
-        }
+        return digest_tensors(
+            (name, held.to(tensors[name].dtype) if name in tensors else held) for name, held in self.tensors().items()
+        )
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The weights by the names of the checkpoint, possibly in a wider dtype; each is read when it is looked up."""
@@ -302,6 +301,7 @@ class EmbeddedEngine(InProcessEngineMixin):
     def _change_version(self, version: int) -> None:
         """Invalidate the prefix cache; in exact mode also recompute running sequences."""
         self.version = version
+        self._runner.discard_in_flight()
         running = self._scheduler.running
         for seq in running:
             seq.mark_version(self._version_of(seq))

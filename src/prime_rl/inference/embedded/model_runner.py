@@ -78,6 +78,32 @@ class DecodeBatch:
         self.positions[: self.num] += 1
         self.tokens[: self.num] = tokens
 
+    def can_continue(self, batch: ScheduledBatch) -> bool:
+        """Whether the next step may begin before the tokens of this one are known on the host."""
+        if self.backend is None or not self.backend.is_on_device or self.sampling.needs_host:
+            return False
+        goes_on = any(len(seq.tokens) + 1 < seq.max_tokens for seq in batch.sequences)
+        return goes_on and self.revision == batch.revision and self.backend.fits(self.positions)
+
+
+class HostCopy:
+    """Copies of tensors on a GPU in memory of the host, which do not wait for work that follows."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._copies, self._copied = list(tensors), None
+        if tensors[0].is_cuda:
+            self._copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for copy, tensor in zip(self._copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> list[Tensor]:
+        """The copies, once they are complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copies
+
 
 class EagerDecode(DecodeBackend):
     """A batch decoded by torch operations from contiguous memory, with adapters or without."""
@@ -135,9 +161,24 @@ class ModelRunner:
         self._blocks, self._adapters, self._exact, self._device = blocks, adapters, exact, decoder.device
         self._num_heads = decoder.model.config.num_attention_heads
         self.batch: DecodeBatch | None = None
+        self._in_flight: SamplerOutput | None = None  # of the step of `batch` that has been started
+
+    @property
+    def in_flight(self) -> list[Sequence]:
+        """The sequences of a decode step that has been started, while the tokens of the step before were handled."""
+        return self.batch.sampling.rows if self.batch is not None and self._in_flight is not None else []
+
+    def discard_in_flight(self) -> None:
+        """Forget the step that has been started: another one will compute the same tokens, or those of new weights."""
+        if self._in_flight is not None:
+            self.batch = self._in_flight = None
 
     def run(self, batch: ScheduledBatch) -> SamplerOutput | None:
         """Compute a batch; one sampled token for every sequence whose tokens are then cached and that wants more."""
+        if batch.in_flight:
+            assert self.batch is not None and self._in_flight is not None
+            return self._hand_over(self.batch, batch, self._in_flight)
+        self.discard_in_flight()
         return self._prefill(batch) if batch.chunks else self._decode(batch)
 
     def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:
@@ -190,23 +231,49 @@ class ModelRunner:
             self.batch = current
         if current.backend is None or not current.backend.fits(current.positions):
             current.backend = self._select_backend(current, batch.sequences)
-        noise = current.draw_noise()  # first: a copy to a GPU would wait for the step
-        logits = current.backend(current.tokens, current.positions)[: current.num]
+        return self._hand_over(current, batch, self._compute(current, current.backend))
+
+    def _compute(self, current: DecodeBatch, backend: DecodeBackend) -> SamplerOutput:
+        """Start a step; on a GPU it may not be complete."""
+        noise = current.draw_noise()
+        logits = backend(current.tokens, current.positions)[: current.num]
         sampled = sample(logits, current.sampling, current.positions[: current.num] + 1, noise)
         current.advance(sampled.tokens)
         return sampled
 
+    def _hand_over(self, current: DecodeBatch, batch: ScheduledBatch, sampled: SamplerOutput) -> SamplerOutput:
+        """The tokens of the batch's sequences from a started step; a GPU computes the next one while they are handled.
+
+        Otherwise it would wait for .2 to .5 ms in each step, 15 % of the time of a small model. Sequences that end are
+        computed once more.
+        """
+        self._in_flight = None
+        if not batch.in_flight and not current.can_continue(batch):
+            return sampled
+        copy = HostCopy(sampled.tokens, sampled.logprobs)
+        if current.can_continue(batch):
+            assert current.backend is not None
+            self._in_flight = self._compute(current, current.backend)
+        tokens, logprobs = copy.wait()
+        if len(batch.sequences) < current.num:
+            row_of = {id(seq): row for row, seq in enumerate(current.sampling.rows)}
+            rows = [row_of[id(seq)] for seq in batch.sequences]
+            tokens, logprobs = tokens[rows], logprobs[rows]
+        return SamplerOutput(tokens, logprobs, None, None)
+
     def _select_backend(self, batch: DecodeBatch, running: list[Sequence]) -> DecodeBackend:
-        """CUDA graph (without adapters), else the fused kernel, else torch operations; a backend without a cache for
-        models that recompute."""
+        """CUDA graph (if all rows have the same adapter, or none), else the fused kernel, else torch operations; a
+        backend without a cache for models that recompute."""
         cache, decoder = self._blocks.cache, self.decoder
         metadata = self._blocks.decode_metadata(running, batch.positions, batch.slots)
         if decoder.model.recomputes:
             return RecomputeDecode(decoder, cache, metadata, running)
         changes = batch.changes
-        graph = None if changes is not None or self.graphs is None else self.graphs.build(metadata, batch.num)
-        if graph is not None:
-            return graph
+        delta = self._adapters.find_whole({seq.request.adapter for seq in running})
+        if self.graphs is not None and (changes is None or delta is not None):
+            graph = self.graphs.build(metadata, batch.num, delta)
+            if graph is not None:
+                return graph
         if decoder.fused is not None and (changes is None or changes.batch is not None):
             return FusedDecode(decoder.fused, cache, metadata, None if changes is None else changes.batch)
         if not self._blocks.is_contiguous:

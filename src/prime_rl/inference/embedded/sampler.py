@@ -38,6 +38,11 @@ class SamplingBatch:
     filtered: list[int]  # rows with top_p, top_k or min_p
     top_logprobs: int
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether sampling a token reads or writes memory of the host."""
+        return bool(self.adjusted or len(self.blocked[0]) or self.filtered or self.top_logprobs)
+
 
 @dataclass(frozen=True)
 class SamplerOutput:
@@ -102,7 +107,11 @@ def draw_noise(
     batch: SamplingBatch, positions: NDArray[np.int64], device: torch.device
 ) -> Float[Tensor, "*steps rows"] | None:
     """The random numbers of every row for the tokens at `positions [*steps, rows]`; None if all rows are greedy."""
-    return None if batch.all_greedy else torch.from_numpy(uniform(batch.seeds, positions)).to(device)
+    if batch.all_greedy:
+        return None
+    noise = torch.from_numpy(uniform(batch.seeds, positions))
+    # Of pageable memory, a copy would wait for what the GPU computes.
+    return noise.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else noise.to(device)
 
 
 def sample(

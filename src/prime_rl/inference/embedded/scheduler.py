@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +41,8 @@ class ScheduledBatch:
     revision: int
     """Equal for two batches if the same sequences ran in between, each one token further."""
     drafts: Drafts = field(default_factory=list)
+    in_flight: bool = False
+    """The step has been started already, of these sequences and maybe others, which have ended since."""
 
     @property
     def all_drafts(self) -> Drafts:
@@ -79,10 +82,12 @@ class Scheduler:
     _headroom: int = 0  # steps until a sequence needs another block, while the cache has this generation
     _generation: int = -1
 
-    def schedule(self) -> ScheduledBatch:
-        """Admit what fits and select the next forward pass."""
+    def schedule(self, in_flight: Seq[Sequence] = ()) -> ScheduledBatch:
+        """Admit what fits and select the next forward pass: the step of the sequences `in_flight`, if any still run."""
         admitted = self._admit()
         self._ensure_capacity()
+        if left := [seq for seq in in_flight if seq.slot >= 0]:
+            return ScheduledBatch(left, [], admitted, self._revision, in_flight=True)
         chosen = self._next_chunks()
         if not chosen:
             is_closed = not self.waiting and not self._is_fed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -383,23 +384,49 @@ def test_what_is_not_recorded() -> None:
         assert select(np.full(4, 300), 2) is None
         patch.setattr(graphs, "MAX_BLOCKS", 2)
         assert select(np.full(4, 300)) is None
-    tensors = {f"base_model.model.model.layers.0.mlp.down_proj.lora_{k}.weight": t for k, t in zero_adapter().items()}
-    engine.load_adapter("a", tensors, AdapterSpec(2, 4.0, 0))
-    engine.add(request([1, 2], adapter="a"))
+    for name in "ab":
+        engine.load_adapter(name, draw_adapter(0), AdapterSpec(2, 4.0, 0))
+        engine.add(request([1, 2], adapter=name))
     for _ in range(3):
         engine.step()
     assert isinstance(engine._runner.batch.backend, EagerDecode)  # type: ignore[union-attr]
 
 
-def zero_adapter() -> dict[str, Tensor]:
-    return {"A": torch.zeros(2, 48), "B": torch.zeros(32, 2)}
-
-
-def test_batches_with_adapters_take_turns_with_recorded_ones() -> None:
-    tensors = {
-        f"base_model.model.model.layers.0.mlp.down_proj.lora_{name}.weight": torch.full(shape, 0.2)
-        for name, shape in (("A", (2, 48)), ("B", (32, 2)))
+def draw_adapter(seed: int) -> dict[str, Tensor]:
+    """One that changes the second part of two joined products, a product of its own, and nothing else."""
+    draw = torch.Generator().manual_seed(seed)
+    sizes = {"self_attn.k_proj": (32, 16), "mlp.up_proj": (32, 48), "mlp.down_proj": (48, 32)}
+    return {
+        f"base_model.model.model.layers.{layer}.{module}.lora_{kind}.weight": torch.randn(shape, generator=draw) / 3
+        for layer in (0, 1)
+        for module, (inputs, outputs) in sizes.items()
+        for kind, shape in (("A", (2, inputs)), ("B", (outputs, 2)))
     }
+
+
+def test_an_adapter_of_all_rows_is_recorded() -> None:
+    """New weights of the adapter are recorded again, and those of the other adapter or of none are not forgotten."""
+    outputs = []
+    for recorder in (TapeRecorder(), None):
+        engine = build_engine(build_model(0), recorder)
+        for seed, name in enumerate("ab"):
+            engine.load_adapter(name, draw_adapter(seed), AdapterSpec(2, 4.0, seed))
+        found = []
+        for name in ("a", "b", None, "a"):
+            found += run(engine, *(request([n, 2, 3], seed=n, adapter=name) for n in range(3)))
+        assert recorder is None or recorder.recorded == 3
+        engine.load_adapter("a", draw_adapter(2), AdapterSpec(2, 4.0, 2))
+        for name in ("a", "b", None):
+            found += run(engine, *(request([n, 2, 3], seed=n, adapter=name) for n in range(3)))
+        assert recorder is None or recorder.recorded == 4
+        outputs.append(found)
+    assert check_alike(*(list(one) for one in outputs)) > 100
+    texts = [tuple(output.token_ids for output in found[i : i + 3]) for i in range(0, 21, 3)]
+    assert texts[0] == texts[3] and texts[1] == texts[5] and texts[2] == texts[6] and len(set(map(str, texts))) == 4
+
+
+def test_batches_of_several_adapters_take_turns_with_recorded_ones() -> None:
+    tensors = draw_adapter(0)
     outputs = []
     for recorder in (TapeRecorder(), None):
         engine = build_engine(build_model(0), recorder)
@@ -560,6 +587,58 @@ def test_paged_steps_under_arrivals_cancellations_and_updates(
     monkeypatch.undo()
     expected = drive(build_engine(build_model(0, head_dim=16), None, max_running=8), 0, 140, versions)
     assert check_alike(found, expected) > 50 and interpreted
+
+
+@pytest.mark.parametrize("event", ["none", "update", "cancel", "arrival", "full"])
+def test_steps_that_are_started_ahead(interpreted: list[int], event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is started before the tokens of one are handled; whatever happens then, the tokens are the same."""
+    newer = tensor_names(build_model(1, head_dim=16))
+    outputs, starts = [], []
+    for recorder in (SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step), None):
+        if recorder is None:
+            monkeypatch.undo()
+        engine = build_engine(build_model(0, head_dim=16), recorder, enable_prefix_caching=False)
+        if event == "full" and recorder is not None:
+            engine._blocks._max_pages = 5  # type: ignore[attr-defined]
+        lengths = (120, 125, 123) if event == "full" else (9, 12, 40)
+        requests = [request(draw_prompt(n), seed=n, max_tokens=12 - i, ignore_eos=True) for i, n in enumerate(lengths)]
+        for one in requests:
+            engine.add(one)
+        found: dict[GenerationRequest, Output] = {}
+        ahead = []
+        for step in itertools.count():
+            if step == 4 and event == "update":
+                engine.load_weights(newer, 1)
+                assert not engine._runner.in_flight
+            if step == 4 and event == "cancel":
+                engine.cancel(requests.pop(1))
+            if step == 4 and event == "arrival":
+                requests.append(request(draw_prompt(7), seed=1))
+                engine.add(requests[-1])
+            found |= {output.request: output for output in engine.step() if isinstance(output, Output)}
+            ahead.append(len(engine._runner.in_flight))
+            if not engine.has_work():
+                break
+        outputs.append([found[one] for one in requests])
+        starts.append(sum(num > 0 for num in ahead))
+        assert recorder is None or 3 in ahead, ahead
+        assert event != "full" or recorder is None or engine.stats().preempted
+    assert starts[0] > 5 and not starts[1]
+    assert check_alike(*(list(one) for one in outputs)) > 20
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_p": 0.9}, {"top_logprobs": 2}, {"logit_bias": ((3, 1.0),)}, {"min_tokens": 3}], ids=str
+)
+def test_no_step_is_started_before_the_host_has_what_it_needs(interpreted: list[int], params: dict[str, Any]) -> None:
+    recorder = SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step)
+    engine = build_engine(build_model(0, head_dim=16), recorder)
+    for n, more in ((5, params), (7, {})):
+        engine.add(request(draw_prompt(n), seed=n, stop_token_ids=(96,), **more))
+    while engine.has_work():
+        engine.step()
+        assert not engine._runner.in_flight or len(engine._scheduler.running) < 2
+    assert interpreted
 
 
 @pytest.mark.gpu
