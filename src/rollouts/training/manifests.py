@@ -19,9 +19,6 @@ SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
 INDEX_FILE = "model.safetensors.index.json"
 
-GROUP_BYTES = 1 << 31
-"""Bytes of tensors that a GPU digests at once."""
-
 
 class TensorEntry(msgspec.Struct, frozen=True):
     """Dtype (such as `float32`), shape, and digest of the bytes."""
@@ -44,34 +41,6 @@ def digest_tensor(tensor: Tensor) -> str:
     return _digest_pieces([tensor.detach().to("cpu").contiguous().reshape(-1)])
 
 
-def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """`digest_tensor` of named tensors; a GPU digests its own, some gigabytes at once, instead of copying them."""
-    digests: dict[str, str] = {}
-    group: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        digests[name] = ""
-        if not _has_digest_kernels(tensor):
-            digests[name] = digest_tensor(tensor)
-            continue
-        if group and sum(each.nbytes for each in (*group.values(), tensor)) > GROUP_BYTES:
-            digests |= _digest_group(group)
-            group = {}
-        group[name] = tensor
-    return digests | _digest_group(group) if group else digests
-
-
-def _has_digest_kernels(tensor: Tensor) -> bool:
-    from rollouts.kernels.select import gpu_kernels
-
-    return tensor.is_cuda and gpu_kernels() is not None
-
-
-def _digest_group(group: Mapping[str, Tensor]) -> dict[str, str]:
-    from rollouts.kernels.gpu_digest import digest_on_gpu
-
-    return dict(zip(group, digest_on_gpu(list(group.values())), strict=True))
-
-
 def _digest_pieces(pieces: Iterable[Tensor]) -> str:
     import torch
 
@@ -83,14 +52,12 @@ def _digest_pieces(pieces: Iterable[Tensor]) -> str:
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """Manifest entries for `tensors`."""
-    if isinstance(tensors, MappedTensors):
-        digests = {name: _digest_pieces(tensors.pieces(name)) for name in tensors}
-    else:
-        digests = digest_tensors(tensors.items())
-    return {name: _describe(tensors[name], digest) for name, digest in digests.items()}
+    return {name: _describe(tensors, name) for name in tensors}
 
 
-def _describe(tensor: Tensor, digest: str) -> TensorEntry:
+def _describe(tensors: Mapping[str, Tensor], name: str) -> TensorEntry:
+    tensor = tensors[name]
+    digest = _digest_pieces(tensors.pieces(name)) if isinstance(tensors, MappedTensors) else digest_tensor(tensor)
     return TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest)
 
 

@@ -17,7 +17,6 @@ from simulated_run import Faults, make_world
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_time import run
 
-from prime_rl.inference.embedded import engine as engine_room
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import GenerationRequest, SamplingParams
 from prime_rl.trainer.backend import build_backend
@@ -26,6 +25,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_nam
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.transport import digests
 from rollouts.kernels import cpu as native
 from rollouts.training import manifests
 from rollouts.training.batching import pack_samples
@@ -161,7 +161,7 @@ def test_bytes_of_a_weight_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     digest = manifests.digest_tensor
     monkeypatch.setattr(manifests, "digest_tensor", counting)
-    monkeypatch.setattr(engine_room, "digest_tensor", counting)
+    monkeypatch.setattr(digests, "digest_tensor", counting)
     engine = build_engine(2, True)
     tensors = {name: tensor.clone() for name, tensor in tensor_names(engine.model).items()}
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

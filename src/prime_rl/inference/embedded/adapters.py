@@ -17,7 +17,8 @@ from prime_rl.inference.engine import AdapterSpec
 from prime_rl.trainer.lora import Adapter, LoraSpec, lora_delta
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.multi_lora import AdapterTable, LoraDelta
-from prime_rl.transport.weights import PEFT_PREFIX, digest_tensors
+from prime_rl.transport.digests import digest_tensors
+from prime_rl.transport.weights import PEFT_PREFIX
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.deltas import DeltaBatch, PackedDelta
 from rollouts.training.numerics import min_rows, repeat_last

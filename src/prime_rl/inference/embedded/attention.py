@@ -143,6 +143,9 @@ class DecodeBackend(ABC):
     is reallocated, or the batch changes.
     """
 
+    is_on_device = False
+    """Whether a step copies nothing from the host, so that it may be started while another one is computed."""
+
     def __init__(self, cache: KVCache, metadata: AttentionMetadata, width: int, reach: list[int] | None) -> None:
         self.cache, self.metadata, self.width, self.reach = cache, metadata, width, reach
         self._num, self._generation = len(metadata.slots), cache.generation
@@ -154,11 +157,6 @@ class DecodeBackend(ABC):
         if int(positions.max()) >= self.width:
             return False
         return self.reach is None or len(self.reach) == 1 or count_slots(positions + 1) == self.reach
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether a step copies nothing from the host, so that it may be started while another one is computed."""
-        return False
 
     @abstractmethod
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:

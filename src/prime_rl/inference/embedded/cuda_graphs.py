@@ -301,12 +301,8 @@ class GraphDecode(DecodeBackend):
         width = len(metadata.block_tables) * BLOCK if step.kernels is None else metadata.next_boundary
         super().__init__(decoder.cache, metadata, width, reach=None)
         self._buffers, self._step, self._recorder, self._num_real = decoder.buffers, step, decoder.recorder, num
+        self.is_on_device = step.kernels is not None  # without them the host places the new keys and values
         self._buffers.tokens.zero_()
-
-    @property
-    def is_on_device(self) -> bool:
-        """As `DecodeBackend`: without kernels the host places the new keys and values."""
-        return self._buffers.kernels is not None
 
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
         """Decode one step; the logits are valid until the next call."""

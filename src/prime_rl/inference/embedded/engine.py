@@ -46,7 +46,7 @@ from prime_rl.runtime.core_lease import MIN_PARAMETERS, CoreLease
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import fill_weights
-from prime_rl.transport.weights import digest_tensors
+from prime_rl.transport.digests import digest_tensors
 from rollouts.training.sampling_support import check_supports
 
 PADDED_TOKENS, FLASH_TOKENS = 2048, 8192

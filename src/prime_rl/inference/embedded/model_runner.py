@@ -80,7 +80,7 @@ class DecodeBatch:
 
     def can_continue(self, batch: ScheduledBatch) -> bool:
         """Whether the next step may begin before the tokens of this one are known on the host."""
-        if self.backend is None or not self.backend.is_on_device or self.sampling.needs_host:
+        if self.backend is None or self.sampling.needs_host:
             return False
         goes_on = any(len(seq.tokens) + 1 < seq.max_tokens for seq in batch.sequences)
         return goes_on and self.revision == batch.revision and self.backend.fits(self.positions)
@@ -161,24 +161,22 @@ class ModelRunner:
         self._blocks, self._adapters, self._exact, self._device = blocks, adapters, exact, decoder.device
         self._num_heads = decoder.model.config.num_attention_heads
         self.batch: DecodeBatch | None = None
-        self._in_flight: SamplerOutput | None = None  # of the step of `batch` that has been started
-
-    @property
-    def in_flight(self) -> list[Sequence]:
-        """The sequences of a decode step that has been started, while the tokens of the step before were handled."""
-        return self.batch.sampling.rows if self.batch is not None and self._in_flight is not None else []
+        self.in_flight: list[Sequence] = []
+        """The sequences of a decode step that has been started while the tokens of the step before were handled."""
+        self._in_flight: SamplerOutput | None = None  # of this step
 
     def discard_in_flight(self) -> None:
         """Forget the step that has been started: another one will compute the same tokens, or those of new weights."""
         if self._in_flight is not None:
-            self.batch = self._in_flight = None
+            self.in_flight, self.batch, self._in_flight = [], None, None
 
     def run(self, batch: ScheduledBatch) -> SamplerOutput | None:
         """Compute a batch; one sampled token for every sequence whose tokens are then cached and that wants more."""
         if batch.in_flight:
             assert self.batch is not None and self._in_flight is not None
             return self._hand_over(self.batch, batch, self._in_flight)
-        self.discard_in_flight()
+        if self._in_flight is not None:
+            self.discard_in_flight()
         return self._prefill(batch) if batch.chunks else self._decode(batch)
 
     def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:
@@ -231,7 +229,8 @@ class ModelRunner:
             self.batch = current
         if current.backend is None or not current.backend.fits(current.positions):
             current.backend = self._select_backend(current, batch.sequences)
-        return self._hand_over(current, batch, self._compute(current, current.backend))
+        sampled = self._compute(current, current.backend)
+        return self._hand_over(current, batch, sampled) if current.backend.is_on_device else sampled
 
     def _compute(self, current: DecodeBatch, backend: DecodeBackend) -> SamplerOutput:
         """Start a step; on a GPU it may not be complete."""
@@ -247,13 +246,13 @@ class ModelRunner:
         Otherwise it would wait for .2 to .5 ms in each step, 15 % of the time of a small model. Sequences that end are
         computed once more.
         """
-        self._in_flight = None
-        if not batch.in_flight and not current.can_continue(batch):
+        self.in_flight, self._in_flight = [], None
+        continues = current.can_continue(batch)
+        if not batch.in_flight and not continues:
             return sampled
         copy = HostCopy(sampled.tokens, sampled.logprobs)
-        if current.can_continue(batch):
-            assert current.backend is not None
-            self._in_flight = self._compute(current, current.backend)
+        if continues and current.backend is not None:
+            self.in_flight, self._in_flight = current.sampling.rows, self._compute(current, current.backend)
         tokens, logprobs = copy.wait()
         if len(batch.sequences) < current.num:
             row_of = {id(seq): row for row, seq in enumerate(current.sampling.rows)}

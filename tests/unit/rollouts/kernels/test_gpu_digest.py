@@ -12,9 +12,7 @@ from torch import Tensor
 if importlib.util.find_spec("triton") is None:
     pytest.skip("no triton; cure: make test-extras", allow_module_level=True)
 
-from rollouts.kernels import gpu_digest
 from rollouts.kernels.gpu_digest import BLOCK, CHUNK, MIN_SIZE, TILE, UNROLL, digest_on_gpu
-from rollouts.training import manifests
 
 SIZES = [0, 1, MIN_SIZE - 1, MIN_SIZE, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 64, BLOCK + 65, 2 * BLOCK, 5000, 9 * BLOCK]
 LARGE = [(TILE + 1) * BLOCK + 100, CHUNK * BLOCK + 1, (UNROLL + CHUNK + 3) * BLOCK + 700]
@@ -38,23 +36,6 @@ def test_many_tensors() -> None:
     tensors = [draw(size) for size in [*LARGE, *SIZES, *reversed(LARGE)]]
     assert digest_on_gpu(tensors) == [expected(tensor) for tensor in tensors]
     assert digest_on_gpu([]) == []
-
-
-def test_groups_of_named_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group has at most some bytes, a larger tensor one of its own; what a GPU does not hold is in none."""
-    groups: list[int] = []
-
-    def digest_group(tensors: list[Tensor]) -> list[str]:
-        groups.append(len(tensors))
-        return digest_on_gpu(tensors)
-
-    monkeypatch.setattr(manifests, "GROUP_BYTES", 2000)
-    monkeypatch.setattr(manifests, "_has_digest_kernels", lambda tensor: tensor.numel() != 77)
-    monkeypatch.setattr(gpu_digest, "digest_on_gpu", digest_group)
-    tensors = {f"t{i}": draw(size) for i, size in enumerate([900, 1100, 1, 77, 3000, 500, 900])}
-    digests = manifests.digest_tensors(tensors.items())
-    assert list(digests) == list(tensors) and groups == [2, 1, 1, 2]
-    assert digests == {name: expected(tensor) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
