@@ -355,12 +355,14 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     ranks = init_process_group(config.parallel, config.dist_timeout_seconds, placement.device)
     mesh = build_mesh(config.parallel, ranks)
     torch.manual_seed(config.seed + ranks.rank // mesh.tp.size)  # replicated parameters need the same dropout
-    model, model_dir = load_model(config.model, placement, config.seed, sharded=ranks.size > 1)
+    critic_config = config.critic if isinstance(config, TrainConfig) else None
+    model, model_dir = load_model(
+        config.model, placement, config.seed, sharded=ranks.size > 1, has_critic=critic_config is not None
+    )
     adapter_config = None
     if config.model.lora is not None and not config.model.lora.merge:
         spec = build_adapter_spec(config.model.lora)
         adapter_config = peft_config(model, spec, find_base_name(config.model.name, model_dir))
-    critic_config = config.critic if isinstance(config, TrainConfig) else None
     critic = None if critic_config is None else add_critic(model, critic_config.backbone)
     model, whole, cuts = split_model(model, mesh)
     prepare_layers(model, config.model, placement.device)

@@ -81,8 +81,9 @@ class LoraLinear(nn.Linear):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.dropout = spec.scale, spec.dropout
-        self.lora_A = _matrix(base.weight.new_zeros(spec.rank, self.in_features))
-        self.lora_B = _matrix(base.weight.new_zeros(self.out_features, spec.rank))
+        dtype = torch.promote_types(base.weight.dtype, torch.float32)  # that of the optimizer
+        self.lora_A = _matrix(base.weight.new_zeros(spec.rank, self.in_features, dtype=dtype))
+        self.lora_B = _matrix(base.weight.new_zeros(self.out_features, spec.rank, dtype=dtype))
 
     def forward(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "tokens out"]:
         drops = self.dropout and self.training and torch.is_grad_enabled()  # no dropout in evaluation (no_grad)

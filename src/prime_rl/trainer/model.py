@@ -66,22 +66,26 @@ def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int =
 
 
 def load_model(
-    config: ModelConfig, placement: DeviceConfig, seed: int = 0, *, sharded: bool = False
+    config: ModelConfig, placement: DeviceConfig, seed: int = 0, *, sharded: bool = False, has_critic: bool = False
 ) -> tuple[CausalLM, Path]:
     """Load the model in the optimizer's precision; returns it with its directory.
 
     It is on its device, or on the CPU when it is to be `sharded`, because the full model may not fit. With `lora`, only
-    a new adapter initialized from `seed` is trainable.
+    a new adapter initialized from `seed` is trainable; if nothing else will be, the other weights are loaded in the
+    precision of the model, which takes half of the memory.
     """
     model_dir = resolve_model_dir(config.name)
     debug = config.debug
+    dtype = torch.float64 if placement.dtype == torch.float64 else torch.float32
+    if config.lora is not None and not (config.lora.modules_to_save or sharded or has_critic):
+        dtype = placement.dtype
     model = load_causal_lm(
         model_dir,
         impl=config.impl,
         random_init=debug.random_init,
         num_layers=debug.num_layers,
         seed=debug.seed,
-        dtype=torch.float64 if placement.dtype == torch.float64 else torch.float32,
+        dtype=dtype,
         device="cpu" if sharded else placement.device,
     )
     for module in model.modules():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from prime_rl.trainer import backend as backend_module
+from prime_rl.trainer import model as model_module
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.lora import load_adapter
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.multi_lora import AdapterTable
-from prime_rl.trainer.models.registry import load_decoder, read_tensors
+from prime_rl.trainer.models.registry import load_causal_lm, load_decoder, read_tensors
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.rl.train import train
 from prime_rl.transport.weights import is_adapter, read_manifest, verify_tensors
@@ -100,6 +103,40 @@ def test_bfloat16_masters_cover_only_the_adapter(base: Path, tmp_path: Path) -> 
     assert {p.dtype for p in backend.parameters.values()} == {torch.float32}
     assert all(".lora_" in name for name in backend.parameters)
     assert {t.dtype for t in backend.export_state_dict().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("lora", "dtype"),
+    [
+        ({"rank": 4}, torch.bfloat16),
+        ({"rank": 4, "modules_to_save": ["lm_head"]}, torch.float32),
+        (None, torch.float32),
+    ],
+)
+def test_frozen_weights_are_loaded_rounded(
+    base: Path, lora: dict[str, Any] | None, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the precision of the model, if only an adapter is trained; in fp32 the result is the same."""
+    loads: list[torch.dtype] = []
+
+    def load(*arguments: Any, dtype: torch.dtype, **options: Any) -> CausalLM:
+        loads.append(dtype)
+        return load_causal_lm(*arguments, dtype=dtype, **options)
+
+    monkeypatch.setattr(model_module, "load_causal_lm", load)
+    results = []
+    for has_critic in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(backend_module, "load_model", partial(load_anyway, has_critic))
+            config = make_config(tmp_path / str(has_critic), base, lora, model={"dtype": "bfloat16"})
+            train(config)
+        results.append(read_tensors(tmp_path / str(has_critic) / "weights" / "step_2"))
+    assert loads == [dtype, torch.float32]
+    assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
+
+
+def load_anyway(forced: bool, *arguments: Any, **options: Any) -> Any:
+    return model_module.load_model(*arguments, **{**options, "has_critic": forced})
 
 
 def test_missing_base_model_is_reported(tmp_path: Path) -> None:
