@@ -272,13 +272,16 @@ class GraphDecoder:
             return None
         name = None if delta is None else delta.name
         step = self.steps.get((rows, num_blocks, name))
-        if step is None or step.delta is not delta:
-            self.steps = {key: held for key, held in self.steps.items() if key[2] != name or held.delta is delta}
+        if step is None:
             step = CapturedStep(self.decoder, self.cache, self.buffers, rows, num_blocks, self._max_length, delta)
             self.steps[rows, num_blocks, name] = step
             if len(self.steps) > MAX_GRAPHS:
                 del self.steps[next(iter(self.steps))]
         return GraphDecode(self, step, metadata, num)
+
+    def forget_adapter(self, name: str) -> None:
+        """Free the graphs of an adapter, and with them its weights, which have changed or are not needed any more."""
+        self.steps = {key: step for key, step in self.steps.items() if key[2] != name}
 
     def _reserve(self, rows: int, num_blocks: int, num_shared: int) -> bool:
         """Whether torch operations should decode such a batch; then every row has cache in every block."""

@@ -211,6 +211,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         if self.model.recomputes:
             raise ValueError("adapters cannot be served for this architecture: set model.lora.merge = true")
         digests = self._adapters.load(name, tensors, spec)
+        self._runner.forget_adapter(name)
         mine = [seq for seq in self._scheduler.running if seq.request.adapter == name]
         for seq in mine:
             seq.mark_version(spec.version)
@@ -224,6 +225,7 @@ class EmbeddedEngine(InProcessEngineMixin):
     def remove_adapter(self, name: str) -> None:
         """Unload an adapter; its requests are aborted in the next step. `ValueError` if it is not loaded."""
         self._adapters.remove(name)
+        self._runner.forget_adapter(name)
         self._aborted += self._abort_all([seq for seq in self._sequences.values() if seq.request.adapter == name])
 
     def adapters(self) -> dict[str, AdapterSpec]:
@@ -301,7 +303,7 @@ class EmbeddedEngine(InProcessEngineMixin):
     def _change_version(self, version: int) -> None:
         """Invalidate the prefix cache; in exact mode also recompute running sequences."""
         self.version = version
-        self._runner.discard_in_flight()
+        self._runner.reset()
         running = self._scheduler.running
         for seq in running:
             seq.mark_version(self._version_of(seq))

@@ -165,10 +165,15 @@ class ModelRunner:
         """The sequences of a decode step that has been started while the tokens of the step before were handled."""
         self._in_flight: SamplerOutput | None = None  # of this step
 
-    def discard_in_flight(self) -> None:
-        """Forget the step that has been started: another one will compute the same tokens, or those of new weights."""
-        if self._in_flight is not None:
-            self.in_flight, self.batch, self._in_flight = [], None, None
+    def reset(self) -> None:
+        """Forget the batch and the step that has been started, as after new weights."""
+        self.in_flight, self.batch, self._in_flight = [], None, None
+
+    def forget_adapter(self, name: str) -> None:
+        """`reset`, after an adapter has changed or was removed."""
+        self.reset()
+        if self.graphs is not None:
+            self.graphs.forget_adapter(name)
 
     def run(self, batch: ScheduledBatch) -> SamplerOutput | None:
         """Compute a batch; one sampled token for every sequence whose tokens are then cached and that wants more."""
@@ -176,7 +181,7 @@ class ModelRunner:
             assert self.batch is not None and self._in_flight is not None
             return self._hand_over(self.batch, batch, self._in_flight)
         if self._in_flight is not None:
-            self.discard_in_flight()
+            self.reset()
         return self._prefill(batch) if batch.chunks else self._decode(batch)
 
     def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:

@@ -404,6 +404,13 @@ def draw_adapter(seed: int) -> dict[str, Tensor]:
     }
 
 
+def draw_wide_adapter(seed: int) -> dict[str, Tensor]:
+    """One of the models whose heads have a size that kernels support."""
+    draw = torch.Generator().manual_seed(seed)
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight"
+    return {name.format(kind): torch.randn(shape, generator=draw) for kind, shape in (("A", (2, 48)), ("B", (32, 2)))}
+
+
 def test_an_adapter_of_all_rows_is_recorded() -> None:
     """New weights of the adapter are recorded again, and those of the other adapter or of none are not forgotten."""
     outputs = []
@@ -420,6 +427,9 @@ def test_an_adapter_of_all_rows_is_recorded() -> None:
             found += run(engine, *(request([n, 2, 3], seed=n, adapter=name) for n in range(3)))
         assert recorder is None or recorder.recorded == 4
         outputs.append(found)
+        engine.remove_adapter("a")
+        graph_decoder = engine._runner.graphs
+        assert graph_decoder is None or {key[2] for key in graph_decoder.steps} == {"b", None}
     assert check_alike(*(list(one) for one in outputs)) > 100
     texts = [tuple(output.token_ids for output in found[i : i + 3]) for i in range(0, 21, 3)]
     assert texts[0] == texts[3] and texts[1] == texts[5] and texts[2] == texts[6] and len(set(map(str, texts))) == 4
@@ -589,7 +599,7 @@ def test_paged_steps_under_arrivals_cancellations_and_updates(
     assert check_alike(found, expected) > 50 and interpreted
 
 
-@pytest.mark.parametrize("event", ["none", "update", "cancel", "arrival", "full"])
+@pytest.mark.parametrize("event", ["none", "update", "adapter", "cancel", "arrival", "full"])
 def test_steps_that_are_started_ahead(interpreted: list[int], event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step is started before the tokens of one are handled; whatever happens then, the tokens are the same."""
     newer = tensor_names(build_model(1, head_dim=16))
@@ -601,7 +611,11 @@ def test_steps_that_are_started_ahead(interpreted: list[int], event: str, monkey
         if event == "full" and recorder is not None:
             engine._blocks._max_pages = 5  # type: ignore[attr-defined]
         lengths = (120, 125, 123) if event == "full" else (9, 12, 40)
-        requests = [request(draw_prompt(n), seed=n, max_tokens=12 - i, ignore_eos=True) for i, n in enumerate(lengths)]
+        params: dict[str, Any] = {"ignore_eos": True, "adapter": None}
+        if event == "adapter":
+            engine.load_adapter("a", draw_wide_adapter(0), AdapterSpec(2, 4.0, 0))
+            params["adapter"] = "a"
+        requests = [request(draw_prompt(n), seed=n, max_tokens=12 - i, **params) for i, n in enumerate(lengths)]
         for one in requests:
             engine.add(one)
         found: dict[GenerationRequest, Output] = {}
@@ -609,6 +623,9 @@ def test_steps_that_are_started_ahead(interpreted: list[int], event: str, monkey
         for step in itertools.count():
             if step == 4 and event == "update":
                 engine.load_weights(newer, 1)
+                assert not engine._runner.in_flight
+            if step == 4 and event == "adapter":
+                engine.load_adapter("a", draw_wide_adapter(1), AdapterSpec(2, 4.0, 1))
                 assert not engine._runner.in_flight
             if step == 4 and event == "cancel":
                 engine.cancel(requests.pop(1))
