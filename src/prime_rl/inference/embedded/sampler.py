@@ -24,6 +24,29 @@ from rollouts.training.sampling_support import encode_supports
 _MASK64 = (1 << 64) - 1
 
 
+ALL = 1 << 40
+"""`top_k` of rows that have none."""
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Truncated sampling of some rows, on the device of their logits; `wanted` are those whose support is returned."""
+
+    rows: Int[Tensor, " filtered"]
+    min_p: Float[Tensor, " filtered"]
+    top_p: Float[Tensor, " filtered"]
+    top_k: Int[Tensor, " filtered"]
+    wanted: list[int]
+
+
+def build_filters(rows: list[int], params: list[SamplingParams], device: torch.device) -> Filters:
+    """The filters of `rows`, which have these `params`."""
+    min_p, top_p = torch.tensor([(p.min_p, p.top_p) for p in params], dtype=torch.float32).T.contiguous().to(device)
+    top_k = torch.tensor([p.top_k if p.top_k > 0 else ALL for p in params])
+    wanted = [i for i, p in enumerate(params) if p.return_support]
+    return Filters(torch.tensor(rows, device=device), min_p, top_p, top_k.to(device), wanted)
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """The sampling settings of a batch as vectors over its rows; valid as long as the rows stay the same."""
@@ -35,13 +58,14 @@ class SamplingBatch:
     seeds: NDArray[np.uint64]
     adjusted: list[int]  # rows with a bias, a penalty or a grammar, applied before the temperature
     blocked: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # row, token, first allowed position
-    filtered: list[int]  # rows with top_p, top_k or min_p
+    filters: Filters | None  # of the rows with top_p, top_k or min_p, if there are any
     top_logprobs: int
 
     @property
     def needs_host(self) -> bool:
         """Whether sampling a token reads or writes memory of the host."""
-        return bool(self.adjusted or len(self.blocked[0]) or self.filtered or self.top_logprobs)
+        returns_support = self.filters is not None and bool(self.filters.wanted)
+        return bool(self.adjusted or len(self.blocked[0]) or self.top_logprobs or returns_support)
 
 
 @dataclass(frozen=True)
@@ -69,6 +93,7 @@ def build_sampling_batch(rows: list[Sequence], device: torch.device) -> Sampling
     given = torch.tensor([p.temperature for p in params], dtype=torch.float32)
     is_greedy = given == 0
     temperature = torch.where(is_greedy, 1.0, given)[:, None]
+    filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)]
     return SamplingBatch(
         rows=rows,
         temperature=None if bool((temperature == 1).all()) else temperature.to(device),
@@ -81,7 +106,7 @@ def build_sampling_batch(rows: list[Sequence], device: torch.device) -> Sampling
             if row.grammar is not None or row.params.logit_bias or has_penalty(row.params)
         ],
         blocked=_build_blocked(rows),
-        filtered=[i for i, p in enumerate(params) if p.temperature and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)],
+        filters=build_filters(filtered, [params[i] for i in filtered], device) if filtered else None,
         top_logprobs=max((p.top_logprobs for p in params), default=0),
     )
 
@@ -135,12 +160,11 @@ def sample(
     if batch.temperature is not None:  # division by 1 changes no bit
         scores.div_(batch.temperature)
     supports: dict[int, bytes] = {}
-    if batch.filtered:
-        params = [batch.rows[row].params for row in batch.filtered]
-        scores[batch.filtered] = filtered = filter_logprobs(log_softmax(scores[batch.filtered]), params)
-        if wanted := [i for i, p in enumerate(params) if p.return_support]:
-            encoded = encode_supports(filtered[wanted] > float("-inf"))
-            supports = dict(zip([batch.filtered[i] for i in wanted], encoded, strict=True))
+    if (filters := batch.filters) is not None:
+        scores[filters.rows] = filtered = apply_filters(log_softmax(scores[filters.rows]), filters)
+        if filters.wanted:
+            encoded = encode_supports(filtered[filters.wanted] > float("-inf"))
+            supports = dict(zip(filters.rows[filters.wanted].tolist(), encoded, strict=True))
     noise = draw_noise(batch, positions, scores.device) if noise is None else noise
     tokens, logprobs = sample_tokens(scores, noise, batch.greedy)
     if not batch.top_logprobs:
@@ -168,16 +192,19 @@ def adjust_logits(logits: Float[Tensor, " vocab"], row: Sequence) -> None:
 
 
 def filter_logprobs(logprobs: Float[Tensor, "rows vocab"], params: list[SamplingParams]) -> Float[Tensor, "rows vocab"]:
+    """Minus infinity for what the settings of each row exclude."""
+    return apply_filters(logprobs, build_filters(list(range(len(params))), params, logprobs.device))
+
+
+def apply_filters(logprobs: Float[Tensor, "rows vocab"], filters: Filters) -> Float[Tensor, "rows vocab"]:
     """Minus infinity for what `min_p`, `top_k` and then `top_p` exclude; at least one token of each row remains."""
-    vocab, device = logprobs.shape[1], logprobs.device
-    min_p, top_p = torch.tensor([(p.min_p, p.top_p) for p in params], dtype=torch.float32, device=device).T.contiguous()
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params], device=device)
+    min_p, top_k, top_p = filters.min_p, filters.top_k, filters.top_p
     if cpu_kernels.runs_here(logprobs):
         filtered = logprobs.clone(memory_format=torch.contiguous_format)
         cpu_kernels.filter_logprobs_(filtered, min_p, top_k, top_p)
         return filtered
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(vocab, device=device)
+    rank = torch.arange(logprobs.shape[1], device=logprobs.device)
     keep = (rank < top_k[:, None]) & (ordered >= ordered[:, :1] + min_p.log()[:, None])
     probs = torch.softmax(ordered.masked_fill(~keep, float("-inf")).double(), dim=-1)
     keep &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (rank == 0)

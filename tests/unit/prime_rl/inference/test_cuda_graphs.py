@@ -591,12 +591,31 @@ def test_paged_steps_equal_eager_steps(interpreted: list[int], monkeypatch: pyte
 def test_paged_steps_under_arrivals_cancellations_and_updates(
     interpreted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each output has the tokens that its request has alone, up to the first update."""
+    models = [build_model(version, head_dim=16) for version in range(3)]
     versions = [tensor_names(build_model(version, head_dim=16)) for version in (1, 2)]
     recorder = SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step)
-    found = drive(build_engine(build_model(0, head_dim=16), recorder, max_running=8), 0, 140, versions)
+    engine = build_engine(build_model(0, head_dim=16), recorder, max_running=8)
+    started: list[int] = []
+    hand_over = engine._runner._hand_over
+
+    def note(*arguments: Any) -> Any:
+        sampled = hand_over(*arguments)
+        started.append(len(engine._runner.in_flight))
+        return sampled
+
+    monkeypatch.setattr(engine._runner, "_hand_over", note)
+    found = [output for output in drive(engine, 0, 140, versions) if output is not None]
     monkeypatch.undo()
-    expected = drive(build_engine(build_model(0, head_dim=16), None, max_running=8), 0, 140, versions)
-    assert check_alike(found, expected) > 50 and interpreted
+    num = 0
+    for version, model in enumerate(models):
+        mine = [output for output in found if output.versions[0][1] == version]
+        ends = [output.versions[1][0] if len(output.versions) > 1 else len(output.token_ids) for output in mine]
+        alone = run(build_engine(model, None), *(output.request for output in mine))
+        pairs = [(a.token_ids[:end], b.token_ids[:end]) for a, b, end in zip(mine, alone, ends, strict=True)]
+        assert [a for a, _ in pairs] == [b for _, b in pairs]
+        num += sum(ends)
+    assert num > 50 and interpreted and sum(n > 0 for n in started) > len(started) / 4
 
 
 @pytest.mark.parametrize("event", ["none", "update", "adapter", "cancel", "arrival", "full"])
@@ -645,7 +664,9 @@ def test_steps_that_are_started_ahead(interpreted: list[int], event: str, monkey
 
 
 @pytest.mark.parametrize(
-    "params", [{"top_p": 0.9}, {"top_logprobs": 2}, {"logit_bias": ((3, 1.0),)}, {"min_tokens": 3}], ids=str
+    "params",
+    [{"top_p": 0.9, "return_support": True}, {"top_logprobs": 2}, {"logit_bias": ((3, 1.0),)}, {"min_tokens": 3}],
+    ids=str,
 )
 def test_no_step_is_started_before_the_host_has_what_it_needs(interpreted: list[int], params: dict[str, Any]) -> None:
     recorder = SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step)
