@@ -46,6 +46,12 @@ def narrow_config() -> TrainConfig:
     return rl_config(model={**MODEL, "dtype": "bfloat16"}, optim=optim)
 
 
+def narrow_lora_config() -> TrainConfig:
+    """Frozen matrices in bfloat16."""
+    optim = {"type": "sgd", "lr": 1.0, "max_norm": None}
+    return rl_config(model={**MODEL, "dtype": "bfloat16", "lora": {"rank": 4}}, optim=optim)
+
+
 def sequences_config() -> TrainConfig:
     """A loss that is a mean over sequences, with a term on the entropy, and plain gradient steps."""
     return rl_config(optim={"type": "sgd", "lr": 1e-2}, loss={"type": "grpo", "entropy_coef": 0.1})
@@ -143,6 +149,7 @@ def run_all(root: Path) -> None:
         "sequences": (sequences_config(), run_rl),
         "replicated": (rl_config(parallel={"dp_replicate": 2}), run_rl),
         "narrow": (narrow_config(), run_rl),
+        "narrow_lora": (narrow_lora_config(), run_rl),
         "sparing": (rl_config(model={**MODEL, **SPARING}), run_rl),
         "muon": (muon_config(), run_rl),
         "lora": (lora_config(), run_rl),

@@ -17,6 +17,7 @@ from rank_steps import (
     moe_config,
     muon_config,
     narrow_config,
+    narrow_lora_config,
     rl_config,
     run_critic,
     run_rl,
@@ -110,15 +111,16 @@ def test_missing_rank_file_is_reported(two: Path, tmp_path: Path) -> None:
         load_checkpoint(tmp_path, 3, backend.parameters, backend.stepper)
 
 
-def test_mixed_precision_on_two_ranks_matches_one(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["narrow", "narrow_lora"])
+def test_mixed_precision_on_two_ranks_matches_one(two: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both gather bfloat16, reduce gradients and step in float32; only the summation order differs."""
     monkeypatch.setattr("prime_rl.trainer.model.arithmetic_dtype", lambda dtype, *_: dtype)
-    config = narrow_config()
+    config = narrow_lora_config() if kind == "narrow_lora" else narrow_config()
     backend = build_backend(config)
     rows = list(run_rl(backend, config))
-    theirs = json.loads((two / "narrow.json").read_text())
+    theirs = json.loads((two / f"{kind}.json").read_text())
     assert_close(theirs[:1], rows[:1], 1e-2)
-    tensors = load_file(two / "narrow.safetensors")
+    tensors = load_file(two / f"{kind}.safetensors")
     for name, tensor in backend.export_state_dict().items():
         assert tensors[name].dtype == torch.bfloat16
         torch.testing.assert_close(tensors[name].float(), tensor.float(), rtol=0.02, atol=1e-3)

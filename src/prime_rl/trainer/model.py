@@ -72,12 +72,12 @@ def load_model(
 
     It is on its device, or on the CPU when it is to be `sharded`, because the full model may not fit. With `lora`, only
     a new adapter initialized from `seed` is trainable; if nothing else will be, the other weights are loaded in the
-    precision of the model, which takes half of the memory.
+    precision of the model, which takes half of the memory, of sharded models also later.
     """
     model_dir = resolve_model_dir(config.name)
     debug = config.debug
     dtype = torch.float64 if placement.dtype == torch.float64 else torch.float32
-    if config.lora is not None and not (config.lora.modules_to_save or sharded or has_critic):
+    if config.lora is not None and not (config.lora.modules_to_save or has_critic):
         dtype = placement.dtype
     model = load_causal_lm(
         model_dir,
