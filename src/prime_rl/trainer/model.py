@@ -13,7 +13,7 @@ from prime_rl.trainer.config import LoraConfig, ModelConfig, SFTModelConfig
 from prime_rl.trainer.lora import LoraSpec, add_lora
 from prime_rl.trainer.models.attention import has_flash
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.decoder_config import AttentionMode
+from prime_rl.trainer.models.decoder_config import AttentionMode, choose_impl
 from prime_rl.trainer.models.registry import load_causal_lm
 from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.kernels.linear import Linear
@@ -77,7 +77,8 @@ def load_model(
     model_dir = resolve_model_dir(config.name)
     debug = config.debug
     dtype = torch.float64 if placement.dtype == torch.float64 else torch.float32
-    if config.lora is not None and not (config.lora.modules_to_save or has_critic):
+    is_native = choose_impl(config.impl, model_dir) != "hf"  # transformers' models are checked against fp32
+    if config.lora is not None and is_native and not (config.lora.modules_to_save or has_critic):
         dtype = placement.dtype
     model = load_causal_lm(
         model_dir,

@@ -9,6 +9,7 @@ Import this module only where triton is installed (`select.find_kernels`).
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -230,7 +231,16 @@ def supports_split(x: Float[Tensor, "rows inputs"], weight: Float[Tensor, "outpu
     """Whether `multiply_split` supports this product, and is faster than cuBLAS."""
     outputs, inputs = weight.shape
     fits = outputs % SPLIT_OUTPUTS == 0 and inputs % (SPLITS * SPLIT_INPUTS) == 0
-    return fits and 1 < len(x) <= MAX_SPLIT_ROWS and outputs <= MAX_SPLIT_OUTPUTS
+    return fits and outputs <= MAX_SPLIT_OUTPUTS and 1 < len(x) <= _max_split_rows(x.device)
+
+
+@cache
+def _max_split_rows(device: torch.device) -> int:
+    """Rows for which the stages of loads fit into the shared memory of a block."""
+    if device.type != "cuda":
+        return MAX_SPLIT_ROWS
+    size = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return MAX_SPLIT_ROWS if size >= SPLIT_STAGES * 2 * SPLIT_INPUTS * (SPLIT_OUTPUTS + MAX_SPLIT_ROWS) else 32
 
 
 def multiply_split(

@@ -91,5 +91,6 @@ def _draw(
         last = tl.max(tl.where(weights > 0, column, 0), 0)
         place = tl.minimum(tl.sum((tl.cumsum(weights.to(tl.float64), 0) <= rest).to(tl.int32), 0), last)
     chosen = tl.sum(tl.where(column == place, x, 0.0), 0)
-    tl.store(tokens + row, (chunk * COLUMNS + place).to(tl.int64))
+    # In a row of NaN a masked column may be chosen: its log-prob is NaN, but the token must be one of the vocabulary.
+    tl.store(tokens + row, tl.minimum(chunk * COLUMNS + place, vocab - 1).to(tl.int64))
     tl.store(logprobs + row, chosen - top - tl.log(total).to(tl.float32))

@@ -210,8 +210,10 @@ class EmbeddedEngine(InProcessEngineMixin):
         """
         if self.model.recomputes:
             raise ValueError("adapters cannot be served for this architecture: set model.lora.merge = true")
-        digests = self._adapters.load(name, tensors, spec)
-        self._runner.forget_adapter(name)
+        try:
+            digests = self._adapters.load(name, tensors, spec)
+        finally:
+            self._runner.forget_adapter(name)
         mine = [seq for seq in self._scheduler.running if seq.request.adapter == name]
         for seq in mine:
             seq.mark_version(spec.version)

@@ -96,7 +96,7 @@ class HostCopy:
             for copy, tensor in zip(self._copies, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(tensors[0].device))  # maybe not that of the current device
 
     def wait(self) -> list[Tensor]:
         """The copies, once they are complete."""

@@ -70,6 +70,9 @@ def test_which_products_are_in_parts() -> None:
         return gpu.supports_split(torch.empty(rows, inputs), torch.empty(outputs, inputs))
 
     assert supports(2, 2048, 512) and supports(64, 16, 3072)
+    with pytest.MonkeyPatch.context() as patch:  # a GPU with less shared memory
+        patch.setattr(gpu, "_max_split_rows", lambda device: 32)
+        assert supports(32, 64, 512) and not supports(33, 64, 512)
     others = [(1, 64, 512), (65, 64, 512), (8, 4096, 512), (8, 60, 512), (8, 64, 576)]
     assert not any(supports(*sizes) for sizes in others)
 

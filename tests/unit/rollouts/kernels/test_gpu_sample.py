@@ -67,6 +67,15 @@ def test_rows_of_other_lengths_and_strides() -> None:
         assert alone[0] == tokens[row] and alone[1] == logprobs[row]
 
 
+@pytest.mark.parametrize("vocab", [*VOCABS, 3 * COLUMNS])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_without_any_number_has_a_token_of_the_vocabulary(vocab: int, value: float) -> None:
+    """Also a greedy one: the next step embeds it before its log-prob is seen."""
+    logits = torch.full((2, vocab), value)
+    tokens, logprobs = sample(logits, torch.tensor([-1.0, 0.9], dtype=torch.float64))
+    assert ((tokens >= 0) & (tokens < vocab)).all() and not logprobs.isfinite().any()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_rows_that_are_not_finite_fail(value: float, is_greedy: bool) -> None:
