@@ -233,7 +233,8 @@ def test_emulation_detects_access_beyond_memory(compiled: ctypes.CDLL, which: in
     """Of packed weight, output and rounded rows."""
     x, weight = draw(5, 64), draw(64, 64).bfloat16()
     tensors = [x, torch.empty(64 * 64, dtype=torch.bfloat16), torch.empty(5, 64), torch.empty(5 * 64 // 2)]
-    compiled.enable_amx(1)
+    compiled.emulate(0, 0)  # another test may have left it refused
+    assert compiled.enable_amx(1)
     compiled.pack(weight.data_ptr(), tensors[1].data_ptr(), 64, 64, cpu_kernels.DOTS, cpu_kernels.ONE_BY_ONE)
     for missing in (0, 2):
         for i, tensor in enumerate(tensors):
