@@ -58,7 +58,7 @@ def compare_attention(context: Context, mode: str, dtype: str) -> Measured:
     """Attention of a pack, and its gradients."""
     if mode == "flash" and not has_flash(context.device):
         raise RuntimeError("has_flash is false: torch.nn.attention.varlen does not work here, training uses SDPA")
-    lengths = [30, 5, 17, 1] if context.tiny else [300, 5, 1560, 1, 129]
+    lengths = [30, 5, 17, 1] if context.tiny else [300, 5, 1560, 1, 5000, 129, 4096]
     shapes = [(sum(lengths), heads, 32 if context.tiny else 128) for heads in (8, 2, 2, 8)]
     q, k, v, weight = (torch.randn(shape, device=context.device, dtype=getattr(torch, dtype)) for shape in shapes)
     attend = PackedAttention(lengths, context.device, mode)  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, TokenRows, coun
 from prime_rl.trainer.models.attention import (
     add_mask,
     causal_mask,
-    flash_attention,
     fold_groups,
     has_flash,
     masked_attention,
@@ -31,6 +30,7 @@ from prime_rl.trainer.models.attention import (
     unfold_groups,
 )
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.flash_attention import flash_attention
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.select import gpu_kernels
 from rollouts.training.numerics import min_query_rows, padded

@@ -7,8 +7,6 @@ call, see `rollouts.training.numerics`; fused attention blocks over keys and is 
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prime_rl.trainer.models.decoder_config import AttentionMode
+from prime_rl.trainer.models.flash_attention import FlashPack, find_grouped_options
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.numerics import KEY_BLOCK, padded
 from rollouts.training.prefix_tree import PrefixTree
@@ -42,6 +41,13 @@ class AttentionBackend(Protocol):
         window: int | None = None,
     ) -> Float[Tensor, "tokens heads dim"]:
         """Attend to the last `window` tokens of the sequence, the query's own included; None for all."""
+
+
+def count_positions(positions: Int[Tensor, " tokens"], attend: AttentionBackend) -> int:
+    """A number above all positions: that of `attend` if it has one, because a GPU is waited for to read them."""
+    if isinstance(attend, PackedAttention):
+        return attend.longest
+    return int(positions.max()) + 1
 
 
 def masked_attention(
@@ -209,11 +215,9 @@ class PackedAttention:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"a pack needs sequences of at least one token, got lengths {lengths}")
         self.mode, self.lengths = mode, lengths
-        # Computed here: inside compiled code it would specialize on the number of sequences.
         self.longest = max(lengths)
-        self.ends: Int[Tensor, " seqs_and_one"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         if mode == "flash":
-            self.ends = self.ends.to(device)
+            self.pack = FlashPack(lengths, device)
             return
         shared = [0] * len(lengths) if tree is None else tree.shared
         nodes = (torch.arange(sum(lengths)) if tree is None else tree.node).split(lengths)
@@ -247,7 +251,7 @@ class PackedAttention:
         if window is not None and window >= self.longest:
             window = None
         if self.mode == "flash":
-            return flash_attention(q, k, v, self.ends, self.longest, window)
+            return self.pack.attend(q, k, v, window)
         outs = []
         for bucket in self.buckets:
             rows = take(q, bucket.queries), take(k, bucket.keys), take(v, bucket.keys)
@@ -445,69 +449,16 @@ def sdpa_causal_attention(
     return out.transpose(1, 2)
 
 
-def flash_attention(
-    q: Float[Tensor, "tokens heads dim"],
-    k: Float[Tensor, "keys kv_heads dim"],
-    v: Float[Tensor, "keys kv_heads dim"],
-    ends: Int[Tensor, " seqs_and_one"],
-    longest: int,
-    window: int | None = None,
-    key_ends: Int[Tensor, " seqs_and_one"] | None = None,
-    longest_key: int | None = None,
-) -> Float[Tensor, "tokens heads dim"]:
-    """Causal attention over the flat pack with torch's FlashAttention, in half precision on a GPU.
-
-    With `key_ends`, a sequence has more keys than queries, which are its last tokens.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    group, options = q.shape[1] // k.shape[1], None
-    if group > 1:
-        options = None if torch.compiler.is_compiling() else find_grouped_options(q.device)
-        if options is None:
-            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    key_ends, longest_key = ends if key_ends is None else key_ends, longest_key or longest
-    window_size = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(q, k, v, ends, key_ends, longest, longest_key, window_size=window_size, **(options or {}))
-    assert isinstance(out, Tensor)
-    return out
-
-
-@functools.cache
-def find_grouped_options(device: torch.device) -> dict[str, Any] | None:
-    """Options with which torch's FlashAttention takes fewer key heads than heads, with gradients; None: it does not.
-
-    torch 2.11 takes them without an option, which is not documented: so compared with repeated heads.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    takes_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"enable_gqa": True} if takes_option else {}
-    draw, ends = torch.Generator(device).manual_seed(0), torch.tensor([0, 5, 45], dtype=torch.int32, device=device)
-    q, k, v = (
-        torch.randn(45, heads, 64, generator=draw, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for heads in (4, 2, 2)
-    )
-    found = []
-    try:
-        with torch.enable_grad():
-            for group, chosen in ((2, {}), (1, options)):
-                keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
-                out = varlen_attn(q, keys, values, ends, ends, 40, 40, window_size=(-1, 0), **chosen)
-                assert isinstance(out, Tensor)
-                found.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return None
-    is_equal = all(torch.allclose(a, b, rtol=0.03, atol=0.03) for a, b in zip(*found, strict=True))
-    return options if is_equal else None
-
-
 @functools.cache
 def has_flash(device: torch.device) -> bool:
-    """Whether `flash_attention` works in bfloat16 on this device; compared with SDPA on a small pack."""
+    """Whether `flash_attention` works in bfloat16 on this device; compared with SDPA on a small pack.
+
+    Call it before the first pass: other trials of attention are made here too, so that checkpointing does not see them.
+    """
     if device.type != "cuda":
         return False
     lengths = [5, 40, 1]
+    find_grouped_options(torch.empty(0, device=device).device)  # with its index, as tensors name it
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = torch.randn(3, sum(lengths), 2, 64, generator=generator, device=device, dtype=torch.bfloat16)
     try:

@@ -14,7 +14,7 @@ from torch.nn.attention import varlen
 from prime_rl.trainer.activations import PRODUCTS, ActivationOffload, recompute_layers
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import ActivationConfig, TrainConfig
-from prime_rl.trainer.models import attention
+from prime_rl.trainer.models import flash_attention
 from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention
 from prime_rl.trainer.optim import MasterWeights
 from prime_rl.trainer.rl.data import build_batches
@@ -132,7 +132,9 @@ def test_flash_attention_compiles_twice_for_any_packs(monkeypatch: pytest.Monkey
     """Once for the sizes of the first pack, once for dynamic sizes; the kernel is mocked."""
     from torch._dynamo.testing import CompileCounter
 
-    monkeypatch.setattr(attention, "flash_attention", lambda q, k, v, ends, longest, window: q * longest + ends.sum())
+    monkeypatch.setattr(
+        flash_attention, "flash_attention", lambda q, k, v, ends, longest, window: q * longest + ends.sum()
+    )
     layer, compiled = Attending(), CompileCounter()
     layer.compile(fullgraph=True, backend=compiled)
     for lengths in ([5, 3], [4, 4, 2], [9], [2, 3, 4, 5], [7, 1], [3] * 20):
