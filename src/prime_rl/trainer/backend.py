@@ -130,7 +130,7 @@ class Backend:
         inputs = gather_loss_inputs(layout, hidden, self.model, self.mesh, needs_observations=self.needs_observations)
         if self.critic is None:
             return inputs
-        rows = layout.batch.loss_mask.nonzero().squeeze(1)
+        rows = layout.batch.loss_rows
         pack = layout.pack
         states = self.critic.hidden_states(hidden, pack.input_ids, pack.positions, pack.attend)
         return replace(inputs, values=self.critic(states[rows if layout.node is None else layout.node[rows]]))

@@ -97,24 +97,25 @@ def gather_loss_inputs(
     batch, share = layout.batch, layout.share
     hidden = hidden if layout.node is None else hidden[layout.node]
 
-    def compute_at(mask: Tensor, temperature: Tensor, support: Support | None = None) -> Iterable[Tensor]:
+    def compute_at(rows: Tensor, mask: Tensor, temperature: Tensor, support: Support | None = None) -> Iterable[Tensor]:
         if share is None:
-            return compute_head(hidden, mask.nonzero().squeeze(1), batch.labels, temperature, model, mesh, support)
+            return compute_head(hidden, rows, batch.labels, temperature, model, mesh, support)
         local = share.local_indices
-        rows = mask[local].nonzero().squeeze(1)
+        own = mask[local].nonzero().squeeze(1)
         support = None if support is None else support.select(local)
-        outputs = compute_head(hidden, rows, batch.labels[local], temperature[local], model, mesh, support)
-        return (share.gather(scatter_rows(x, rows, len(local)))[mask.nonzero().squeeze(1)] for x in outputs)
+        outputs = compute_head(hidden, own, batch.labels[local], temperature[local], model, mesh, support)
+        return (share.gather(scatter_rows(x, own, len(local)))[rows] for x in outputs)
 
-    chosen = batch.loss_mask.nonzero().squeeze(1)
-    logprobs, entropy = compute_at(batch.loss_mask, batch.temperature, batch.support)
+    chosen = batch.loss_rows
+    logprobs, entropy = compute_at(chosen, batch.loss_mask, batch.temperature, batch.support)
     student_table: Tensor | None = None
     if share is None and batch.teacher_table is not None:
         student_table = compute_table(hidden, chosen, batch.temperature, batch.teacher_table[0], model)
     observation_logprobs: Tensor | None = None
     observed = batch.find_observed() if needs_observations else None
     if observed is not None:
-        observation_logprobs, _ = compute_at(observed, torch.ones_like(batch.temperature))
+        rows = observed.nonzero().squeeze(1)
+        observation_logprobs, _ = compute_at(rows, observed, torch.ones_like(batch.temperature))
     return LossInputs(
         trainer_logprobs=logprobs,
         inference_logprobs=batch.inference_logprobs[chosen],

@@ -14,6 +14,7 @@ from torch import Tensor
 from rollouts.training.numerics import MIN_TOKENS, round_up
 from rollouts.training.prefix_tree import order_by_prefix
 from rollouts.training.sampling_support import Support, join_supports
+from rollouts.training.transfers import send
 from rollouts.training.types import Sample, TeacherTable
 
 T = TypeVar("T")
@@ -114,28 +115,30 @@ class MicroBatch:
         """Convert to tensors, padded to `num_tokens` and `MIN_TOKENS` by masked sequences at the end."""
 
         def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values + [0] * pad, dtype=torch.int64).to(device)
+            return send(torch.tensor(values + [0] * pad, dtype=torch.int64), device)
 
         def floats(values: list[float], fill: float = 0.0) -> Tensor:
-            return torch.tensor(values + [fill] * pad, dtype=torch.float32).to(device)
+            return send(torch.tensor(values + [fill] * pad, dtype=torch.float32), device)
+
+        def flags(values: list[bool], fill: bool) -> Tensor:
+            return send(torch.tensor(values + [fill] * pad), device)
 
         pad = max(num_tokens, MIN_TOKENS, len(self.input_ids)) - len(self.input_ids)
         lengths = [*self.lengths, *(min(FILLER, pad - start) for start in range(0, pad, FILLER))]
         return TensorBatch(
             input_ids=ints(self.input_ids),
-            positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
+            positions=send(torch.cat([torch.arange(n) for n in lengths]), device),
             labels=ints(self.labels),
             loss_mask=floats(self.loss_mask),
+            loss_rows=send(torch.tensor(self.loss_mask).nonzero().squeeze(1), device),
             advantages=floats(self.advantages),
             inference_logprobs=floats(self.inference_logprobs),
             temperature=floats(self.temperature, 1.0),
             teacher_logprobs=None if self.teacher_logprobs is None else floats(self.teacher_logprobs),
-            has_teacher=None if self.has_teacher is None else torch.tensor(self.has_teacher + [True] * pad).to(device),
-            is_reference=None
-            if self.is_reference is None
-            else torch.tensor(self.is_reference + [False] * pad).to(device),
+            has_teacher=None if self.has_teacher is None else flags(self.has_teacher, True),
+            is_reference=None if self.is_reference is None else flags(self.is_reference, False),
             teacher_table=None if self.teacher_tables is None else self._join_tables(device),
-            sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
+            sequence=send(torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)), device),
             lengths=lengths,
             objectives=self.objectives,
             support=None
@@ -167,7 +170,7 @@ class MicroBatch:
                 values = torch.cat((values, tail[:, None]), dim=1)
                 ids.append(torch.frombuffer(bytearray(table.ids), dtype=torch.int32).view(num, k).long())
             logprobs.append(values)
-        return None if is_full else torch.cat(ids).to(device), torch.cat(logprobs).to(device)
+        return None if is_full else send(torch.cat(ids), device), send(torch.cat(logprobs), device)
 
 
 def find_first_loss(mask: Sequence[float]) -> int:
@@ -177,12 +180,13 @@ def find_first_loss(mask: Sequence[float]) -> int:
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """A `MicroBatch` on a device; `sequence` is the index of each token's sequence."""
+    """A `MicroBatch` on a device: `loss_rows` are the indices of loss tokens, `sequence` those of sequences."""
 
     input_ids: Tensor
     positions: Tensor
     labels: Tensor
     loss_mask: Tensor
+    loss_rows: Tensor
     advantages: Tensor
     inference_logprobs: Tensor
     temperature: Tensor

@@ -272,7 +272,13 @@ def test_stats_do_not_depend_on_how_tokens_are_split(values: list[float], cut: i
     everything = torch.ones(len(values), dtype=torch.bool)
     merged = TokenStats.measure({"x": stream[:cut]}, everything[:cut])
     merged.merge(TokenStats.measure({"x": stream[cut:]}, everything[cut:]))
-    summary = merged.summary()
+    # As measured on a GPU, with a value that does not count.
+    on_gpu = TokenStats(masked=[({"x": stream[:cut]}, everything[:cut])])
+    padded, mask = torch.cat((stream[cut:], stream[:1])), torch.cat((everything[cut:], ~everything[:1]))
+    on_gpu.merge(TokenStats(masked=[({"x": padded}, mask)]))
+    assert not on_gpu.empty
+    summary = on_gpu.summary()
+    assert summary == merged.summary() and summary == on_gpu.summary()
     assert summary["x/mean"] == pytest.approx(stream.mean().item(), abs=1e-9)
     assert summary["x/std"] == pytest.approx(stream.std(correction=0).item(), abs=1e-4)
     assert (summary["x/min"], summary["x/max"]) == (min(values), max(values))

@@ -20,6 +20,7 @@ from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.sampling import sample_tokens, top_tokens, uniform
 from rollouts.training.sampling_support import encode_supports
+from rollouts.training.transfers import send
 
 _MASK64 = (1 << 64) - 1
 
@@ -134,9 +135,7 @@ def draw_noise(
     """The random numbers of every row for the tokens at `positions [*steps, rows]`; None if all rows are greedy."""
     if batch.all_greedy:
         return None
-    noise = torch.from_numpy(uniform(batch.seeds, positions))
-    # Of pageable memory, a copy would wait for what the GPU computes.
-    return noise.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else noise.to(device)
+    return send(torch.from_numpy(uniform(batch.seeds, positions)), device)
 
 
 def sample(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from prime_rl.trainer.models.attention import AttentionBackend
+from prime_rl.trainer.models.attention import AttentionBackend, count_positions
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.moe import SparseMLP, split_experts
 from rollouts.kernels.linear import Linear
@@ -274,7 +274,8 @@ class CausalLM(nn.Module):
         self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], attend: AttentionBackend
     ) -> Float[Tensor, "tokens hidden"]:
         x = self.model.embed_tokens(input_ids)
-        cos, sin = (table[positions].to(x.dtype) for table in self.rope(int(positions.max()) + 1, positions.device))
+        length = count_positions(positions, attend)
+        cos, sin = (table[positions].to(x.dtype) for table in self.rope(length, positions.device))
         for layer in self.model.layers:
             x = layer(x, cos, sin, attend)
         return self.model.norm(x)

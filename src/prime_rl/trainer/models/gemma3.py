@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from prime_rl.trainer.models.attention import AttentionBackend
+from prime_rl.trainer.models.attention import AttentionBackend, count_positions
 from prime_rl.trainer.models.causal_lm import (
     Attention,
     CausalLM,
@@ -88,7 +88,7 @@ class Gemma3LM(CausalLM):
     ) -> Float[Tensor, "tokens hidden"]:
         x = self.model.embed_tokens(input_ids)
         x = x * torch.tensor(self.config.hidden_size**0.5).to(x.dtype).item()  # rounded, as in training of Gemma
-        length, device = int(positions.max()) + 1, positions.device
+        length, device = count_positions(positions, attend), positions.device
         tables = (self.rope(length, device), self.local_rope(length, device))
         whole, local = ([table[positions].to(x.dtype) for table in pair] for pair in tables)
         for number, layer in enumerate(self.model.layers):

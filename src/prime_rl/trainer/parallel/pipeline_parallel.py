@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from prime_rl.trainer.models.attention import AttentionBackend
+from prime_rl.trainer.models.attention import AttentionBackend, count_positions
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.moe import record_expert_load
@@ -58,7 +58,7 @@ class StageLM(CausalLM):
         """Hidden states of micro-batch `number` after the layers of this stage."""
         pack = self.packs[int(number)]
         x = self.model.embed_tokens(x) if self.is_first else x
-        longest, device = int(pack.positions.max()) + 1, pack.positions.device
+        longest, device = count_positions(pack.positions, pack.attend), pack.positions.device
         cos, sin = (table[pack.positions].to(x.dtype) for table in self.rope(longest, device))
         with record_expert_load(self, pack.real):
             for layer in self.layers():

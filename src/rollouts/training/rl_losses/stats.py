@@ -47,20 +47,34 @@ class TokenStats:
     values: dict[str, list[Float[Tensor, " tokens"]]] = field(default_factory=dict)
     ratios: dict[str, Float[Tensor, "2"]] = field(default_factory=dict)
     subsampled: dict[str, list[SubsampledStats]] = field(default_factory=dict)
+    masked: list[tuple[dict[str, Float[Tensor, " tokens"]], Bool[Tensor, " tokens"]]] = field(default_factory=list)
+    """Values on a GPU and which of them count. To select them waits for the GPU, so it is done when they are read."""
 
     @staticmethod
     @torch.no_grad()
     def measure(values: dict[str, Float[Tensor, " tokens"]], mask: Bool[Tensor, " tokens"] | None = None) -> TokenStats:
         """Statistics of each stream over the tokens where `mask` is true; None: over all."""
-        return TokenStats({name: [v.detach() if mask is None else v.detach()[mask]] for name, v in values.items()})
+        values = {name: v.detach() for name, v in values.items()}
+        if mask is not None and mask.is_cuda:
+            return TokenStats(masked=[(values, mask)])
+        return TokenStats({name: [v if mask is None else v[mask]] for name, v in values.items()})
 
     @property
     def empty(self) -> bool:
         """Whether nothing was measured."""
-        return not self.values
+        return not self.values and not self.masked
+
+    def select(self) -> None:
+        """Move the masked values that count to `values`."""
+        for values, mask in self.masked:
+            rows = mask.nonzero().squeeze(1)
+            for name, value in values.items():
+                self.values.setdefault(name, []).append(value[rows])
+        self.masked.clear()
 
     def merge(self, other: TokenStats) -> None:
         """Add the values of `other`."""
+        self.masked.extend(other.masked)
         for name, parts in other.values.items():
             self.values.setdefault(name, []).extend(parts)
         for name, samples in other.subsampled.items():
@@ -75,6 +89,7 @@ class TokenStats:
         ratios also have `/p05` and `/p95`, the smallest values with 5 and 95 % of the tokens at or below them, and
         `/ess`, the effective sample size (sum of r)^2 / (n sum of r^2) as a share of the n tokens (Kong, 1992).
         """
+        self.select()
         names, rows = [], []
         for name, parts in self.values.items():
             seen, others = torch.cat(parts).double(), self.subsampled.get(name, [])
@@ -96,6 +111,7 @@ class TokenStats:
 
     def mean(self, name: str) -> float | None:
         """Mean of a metric over all values; None without values."""
+        self.select()
         pairs = [(float(len(part)), part.double().sum().item()) for part in self.values.get(name, [])]
         pairs += [(part.moments[0].item(), part.moments[1].item()) for part in self.subsampled.get(name, [])]
         count = sum(count for count, _ in pairs)
@@ -103,6 +119,7 @@ class TokenStats:
 
     def encode(self, most: int = MAX_SENT) -> bytes:
         """Serialize for another rank; values in fp32, fp64 values in fp64."""
+        self.select()
         assert not self.subsampled, "statistics received from other ranks are not forwarded"
         ratios = {name: ratio.tolist() for name, ratio in self.ratios.items()}
         values = {name: _pack(torch.cat(parts), most) for name, parts in self.values.items()}
