@@ -1252,10 +1252,10 @@ ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char 
   }
 }
 
-/* `tiles` for DOTS; `inputs` is a multiple of STEP. */
-static void amx_dots(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs, int64_t columns,
-                     Memory next, int64_t rows) {
-  int64_t height = amx_height(rows), row = 2 * inputs, steps = inputs / STEP;
+/* `tiles` for DOTS, of rows `row` bytes apart; `inputs` is a multiple of STEP. */
+static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *panel, float *out, int64_t outputs,
+                     int64_t columns, Memory next, int64_t rows) {
+  int64_t height = amx_height(rows), steps = inputs / STEP;
   int64_t share = amx_ahead(next.bytes, steps, rows), width = columns < PANEL ? PANEL : outputs;
   const char *ahead = next.from;
   float part[2][AMX_ROWS * PANEL] __attribute__((aligned(64))); /* of a panel with fewer columns */
@@ -1378,7 +1378,7 @@ static void whole_product(const void *x, int64_t inputs, const char *panel, floa
   int64_t wide = whole_steps(inputs);
 #ifdef HAS_AMX
   if (use_amx) {
-    if (format == DOTS) amx_dots(x, wide, panel, out, outputs, columns, following.next, rows);
+    if (format == DOTS) amx_dots(x, 2 * wide, wide, panel, out, outputs, columns, following.next, rows);
     else amx_int8(x, inputs, panel, out, outputs, columns, following.next, rows);
     return;
   }
@@ -1596,14 +1596,14 @@ void add_deltas(const Delta *deltas, const DeltaRows *items, int64_t num_items, 
 /* causal attention of many queries -------------------------------------------------------------------------------- */
 
 /* Keys (or values) of a sequence and head, `stride` elements apart, in panels for `tiles`: keys [panels][size][PANEL]
- * (`dots`: [panels][size / 2][PANEL][2] bf16, half of the memory unused), values [panels of the head][keys][PANEL]. `num`
+ * (`dots`: [panels][size / 2][PANEL][2] bf16), values [panels of the head][keys][PANEL]. `num`
  * is a multiple of LANES. */
 static void pack_keys(const float *keys, int64_t stride, float *packed, int64_t num, int64_t size, int64_t dots) {
   for (int64_t t = 0; t < num; t += LANES)
     for (int64_t place = 0; place < size; place += LANES) {
       vec columns[LANES];
       transpose(keys, t * stride, stride, place, columns, 0);
-      float *to = packed + (t / PANEL * size + (dots ? place / 2 : place)) * PANEL + t % PANEL;
+      float *to = packed + (t / PANEL * size + place) / (dots ? 2 : 1) * PANEL + t % PANEL;
       for (int i = 0; i < LANES && !dots; i++) store(to + i * PANEL, columns[i]);
       for (int i = 0; i < LANES / 2 && dots; i++) { /* the keys are bf16 values */
         ivec even = (ivec)((uvec)columns[2 * i] >> 16), odd = (ivec)columns[2 * i + 1] & (int32_t)0xffff0000;
@@ -1612,19 +1612,42 @@ static void pack_keys(const float *keys, int64_t stride, float *packed, int64_t 
     }
 }
 
-/* Scale a query and write it in fp32, or (`dots`) rounded to bf16; `out` may alias `x`. */
-ALWAYS void scale_query(const float *x, vec scale, void *out, int64_t size, int64_t dots) {
-  for (int64_t i = 0; i < size; i += LANES) {
-    vec scaled = load(x + i) * scale;
+/* How attention multiplies: in fp32, by `dots_of`, or as AMX does, with weights rounded to bf16. */
+enum { WIDE, BY_DOTS, BY_TILES };
+
+ALWAYS int find_way(int64_t dots) { return !dots ? WIDE : use_amx ? BY_TILES : BY_DOTS; }
+
+/* Round to bf16, stored as such at index i (`packs`) or in fp32. */
+ALWAYS void store_rounded(void *out, int64_t i, vec x, int packs) {
 #ifdef __AVX512BF16__
-    if (dots) {
-      __m256bh rounded = _mm512_cvtneps_pbh((__m512)scaled);
-      memcpy((uint16_t *)out + i, &rounded, sizeof rounded);
-      continue;
-    }
+  __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+  if (packs) memcpy((uint16_t *)out + i, &rounded, sizeof rounded);
+  else store((float *)out + i, (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16));
 #endif
-    store((float *)out + i, scaled);
+}
+
+/* Scale a query and write it in fp32, or rounded to bf16 (`packs`: as such); `out` may alias `x`. */
+ALWAYS void scale_query(const float *x, vec scale, void *out, int64_t size, int rounds, int packs) {
+  for (int64_t i = 0; i < size; i += LANES) {
+    if (rounds) store_rounded(out, i, load(x + i) * scale, packs);
+    else store((float *)out + i, load(x + i) * scale);
   }
+}
+
+/* BY_TILES: replaces scores by weights, rounded to bf16 (`packs`: stored as such in the first half of the row), whose sum
+ * is 1 / scale. `size` is a multiple of LANES. Returns the log-sum-exp. */
+ALWAYS float weights_of(float *scores, int64_t size, int packs, float *scale) {
+  vec high = all(-INFINITY), part = {0};
+  for (int64_t i = 0; i < size; i += LANES) high = larger(high, load(scores + i));
+  vec most = all(largest(high));
+  for (int64_t i = 0; i < size; i += LANES) {
+    vec p = exp_of(load(scores + i) - most);
+    part = part + p;
+    store_rounded(scores, i, p, packs);
+  }
+  float total = sum(part);
+  *scale = 1.f / total;
+  return most[0] + logf(total);
 }
 
 static void pack_values(const float *values, int64_t stride, float *packed, int64_t num, int64_t size) {
@@ -1636,16 +1659,52 @@ static void pack_values(const float *values, int64_t stride, float *packed, int6
       }
 }
 
+#ifdef HAS_AMX
+/* As `pack_keys` for values, [panels of the head][keys / 2][PANEL][2] bf16; the number of keys is rounded up to STEP. */
+static void pack_value_pairs(const float *values, int64_t stride, char *packed, int64_t num, int64_t size) {
+  for (int64_t first = 0; first < size; first += PANEL)
+    for (int64_t t = 0; t < whole_steps(num); t += 2, packed += 4 * PANEL)
+      for (int64_t i = 0; i < PANEL; i += LANES) {
+        const float *from = values + t * stride + first + i;
+        int is_within = t < num && first + i < size;
+        ivec even = is_within ? (ivec)((uvec)load(from) >> 16) : (ivec){0};
+        ivec odd = is_within ? (ivec)load(from + stride) & (int32_t)0xffff0000 : (ivec){0};
+        store((float *)packed + i, (vec)(even | odd));
+      }
+}
+#endif
+
 typedef struct {
   int64_t seqs, rows, heads, kv_heads, keys, size; /* `keys` is a multiple of LANES */
   int64_t seq_stride, key_stride, head_stride;     /* of keys and values */
   int64_t window;                                  /* visible keys of a query, its own included; 0: all */
   int64_t block;                                   /* query positions per item of work */
   int64_t scratch_size, threads;
-  int64_t dots;                                    /* scores by `dots_of`; keys are bf16 values */
+  int64_t dots;                                    /* as in `Shape`; keys and values are bf16 values */
 } Causal;
 
 int64_t causal_struct_size(void) { return sizeof(Causal); }
+
+/* Multiply by AMX: the rounded queries with the keys from `first` to `end`, or (`weighs`) the weights with the values. */
+static void attend_by_tiles(const Causal *a, const void *queries, const void *keys, const void *values, int64_t first,
+                            int64_t end, float *scores, float *sums, int64_t rows, int weighs) {
+#ifdef HAS_AMX
+  int64_t span = end - first, size = a->size;
+  start_amx(rows, DOTS);
+  for (int64_t t = first; t < end && !weighs; t += PANEL) {
+    const char *panel = (const char *)keys + t * 2 * size;
+    int64_t columns = end - t < PANEL ? end - t : PANEL, bytes = 2 * PANEL * size;
+    Memory next = {panel + bytes, t + PANEL < end ? bytes : 0};
+    amx_dots(queries, 2 * size, size, panel, scores + t - first, span, columns, next, rows);
+  }
+  for (int64_t i = 0; i < size && weighs; i += PANEL) {
+    const char *panel = (const char *)values + (i * whole_steps(a->keys) + first * PANEL) * 2;
+    int64_t columns = size - i < PANEL ? size - i : PANEL;
+    amx_dots((const char *)scores, 4 * span, whole_steps(span), panel, sums + i, size, columns, (Memory){0}, rows);
+  }
+  stop_amx(DOTS);
+#endif
+}
 
 /* Attention of `num` positions from row `first_row` on, with the operations of `attend` in the same order. `scratch` has
  * the scaled queries, the outputs, and the scores of these rows: memory is linear in the number of keys. */
@@ -1657,15 +1716,18 @@ static void attend_block(const Causal *a, const float *q, const float *keys, con
   int64_t first = a->window && low > 0 ? low / KEYS * KEYS : 0;
   end = (end + LANES - 1) / LANES * LANES;
   int64_t span = end - first;
+  int way = find_way(a->dots);
   float *queries = scratch, *sums = queries + rows * size, *scores = sums + rows * size;
+  float *shares = queries + rows * size / 2; /* BY_TILES: behind the queries, which are bf16 */
   vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
   for (int64_t r = 0; r < rows; r++)
-    scale_query(q + r / group * width + r % group * size, scale, queries + r * size / (a->dots ? 2 : 1), size, a->dots);
-  for (int64_t t = first; t < end; t += PANEL) {
-    const float *panel = keys + t * size;
-    Following next = {{(const char *)(panel + PANEL * size), (a->dots ? 2 : 4) * PANEL * size}, NULL};
+    scale_query(q + r / group * width + r % group * size, scale, queries + r * size / (way ? 2 : 1), size, way, 1);
+  if (way == BY_TILES) attend_by_tiles(a, queries, keys, values, first, end, scores, sums, rows, 0);
+  for (int64_t t = first; t < end && way != BY_TILES; t += PANEL) {
+    const float *panel = keys + t * size / (way ? 2 : 1);
+    Following next = {{(const char *)panel + (way ? 2 : 4) * PANEL * size, (way ? 2 : 4) * PANEL * size}, NULL};
     int64_t columns = end - t < PANEL ? end - t : PANEL;
-    if (a->dots) tiles_of_dots(queries, size, panel, size, scores + t - first, span, columns, 0, next, rows);
+    if (way) tiles_of_dots(queries, size, panel, size, scores + t - first, span, columns, 0, next, rows);
     else tiles_of_fp32(queries, size, panel, size, scores + t - first, span, columns, 0, next, rows);
   }
   for (int64_t r = 0; r < rows; r++) {
@@ -1675,19 +1737,25 @@ static void attend_block(const Causal *a, const float *q, const float *keys, con
     if (hidden >= count) hidden = count - 1; /* padding rows only */
     for (int64_t t = 0; t < hidden; t++) row[t] = -INFINITY;
     for (int64_t t = count; t < whole; t++) row[t] = -INFINITY;
-    float log_sum = softmax_row(row, whole);
+    float log_sum = way == BY_TILES ? weights_of(row, whole, 1, shares + r) : softmax_row(row, whole);
     if (log_sums) log_sums[r % group * a->rows + r / group] = log_sum;
-    memset(row + whole, 0, sizeof(float) * (size_t)(span - whole));
+    if (way == BY_TILES) memset((uint16_t *)row + whole, 0, sizeof(uint16_t) * (size_t)(whole_steps(span) - whole));
+    else memset(row + whole, 0, sizeof(float) * (size_t)(span - whole));
   }
-  for (int64_t t = first; t < end; t += KEYS)
+  if (way == BY_TILES) attend_by_tiles(a, queries, keys, values, first, end, scores, sums, rows, 1);
+  for (int64_t t = first; t < end && way != BY_TILES; t += KEYS)
     for (int64_t i = 0; i < size; i += PANEL) {
       int64_t count = end - t < KEYS ? end - t : KEYS, columns = size - i < PANEL ? size - i : PANEL;
       const float *panel = values + (i / PANEL * a->keys + t) * PANEL;
       tiles_of_fp32(scores + t - first, span, panel, count, sums + i, size, columns, t > first,
                     wide_panel(panel + count * PANEL, count), rows);
     }
-  for (int64_t r = 0; r < rows; r++)
-    memcpy(out + r / group * width + r % group * size, sums + r * size, sizeof(float) * (size_t)size);
+  for (int64_t r = 0; r < rows; r++) {
+    const float *from = sums + r * size;
+    float *to = out + r / group * width + r % group * size;
+    if (way != BY_TILES) memcpy(to, from, sizeof(float) * (size_t)size);
+    for (int64_t i = 0; i < size && way == BY_TILES; i += LANES) store(to + i, load(from + i) * all(shares[r]));
+  }
 }
 
 /* Elements of the packed keys and values of one sequence and head. */
@@ -1709,6 +1777,12 @@ void causal_attention(const Causal *a, const float *q, const float *k, const flo
     for (int64_t pair = 0; pair < pairs; pair++) {
       int64_t from = pair / a->kv_heads * a->seq_stride + pair % a->kv_heads * a->head_stride;
       pack_keys(k + from, a->key_stride, packed + pair * each, a->keys, a->size, a->dots);
+#ifdef HAS_AMX
+      if (find_way(a->dots) == BY_TILES) {
+        pack_value_pairs(v + from, a->key_stride, (char *)(packed + pair * each + of_keys), a->keys, a->size);
+        continue;
+      }
+#endif
       pack_values(v + from, a->key_stride, packed + pair * each + of_keys, a->keys, a->size);
     }
     DYNAMIC_FOR
@@ -1873,7 +1947,7 @@ typedef struct {
   int64_t layers, hidden, heads, kv_heads, size, inner, vocab;
   int64_t block_hidden, block_heads, block_inner; /* inputs per partial sum, see `panel_product` */
   int64_t narrow;                                 /* embedding and KV cache are bf16 */
-  int64_t dots;                                   /* scores by `dots_of`, for which queries are rounded to bf16 */
+  int64_t dots;                                   /* queries are rounded to bf16; multiplied as `find_way` says */
   int64_t format;                                 /* of packed weights */
   int64_t threads, scratch_size;
   int64_t shared_offset; /* offset in a thread's scratch of the block tags and transposed keys of shared blocks; or 0 */
@@ -1970,13 +2044,66 @@ ALWAYS void weigh(const float *weights, int64_t width, const CacheCursor *p, int
     for (int64_t i = 0; i < size / LANES; i++) store(out + q * size + i * LANES, total[q][i]);
 }
 
+/* `weigh` as AMX does it: the products of STEP keys are summed apart, those of even and of odd keys. Weights are rounded
+ * to bf16 and not normalized: the first element of an output has its scale, see `weights_of`. */
+ALWAYS void weigh_by_tiles(const float *weights, int64_t width, const CacheCursor *p, int64_t length, int64_t pass,
+                           int64_t passes, float *out, int64_t size, int num) {
+  vec total[PASS][MAX_HEAD_DIM / LANES], even[PASS][MAX_HEAD_DIM / LANES], sums[PASS][MAX_HEAD_DIM / LANES];
+  for (int q = 0; q < num; q++)
+    for (int64_t i = 0; i < size / LANES; i++) total[q][i] = all(0.f);
+  Ahead ahead = {NULL, NULL, 0, 0};
+  for (int64_t start = 0; start < length; start += STEP) {
+    int64_t j = start / KEYS, count = length - start < STEP ? length - start : STEP;
+    int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + start % KEYS * size;
+    if (start % KEYS == 0) ahead = ahead_of(p, size, j, 1);
+    for (int odd = 0; odd < 2; odd++) {
+      for (int q = 0; q < num; q++)
+        for (int64_t i = 0; i < size / LANES; i++) sums[q][i] = all(0.f);
+      for (int64_t t = odd; t < count; t += 2) {
+        fetch_some(&ahead, size, start + t, t % LANES * passes + pass, LANES * passes, 1);
+        for (int64_t i = 0; i < size / LANES; i++) {
+          vec value = load_as(p->values[j], at + t * size + i * LANES, 1);
+          for (int q = 0; q < num; q++) sums[q][i] = fma_of(all(weights[q * width + start + t]), value, sums[q][i]);
+        }
+      }
+      for (int q = 0; q < num; q++)
+        for (int64_t i = 0; i < size / LANES; i++)
+          if (odd) total[q][i] = total[q][i] + (even[q][i] + sums[q][i]);
+          else even[q][i] = sums[q][i];
+    }
+  }
+  for (int q = 0; q < num; q++) {
+    vec scale = all(out[q * size]);
+    for (int64_t i = 0; i < size / LANES; i++) store(out + q * size + i * LANES, total[q][i] * scale);
+  }
+}
+
+/* Scores of LANES keys with `num` queries, of STEP places, as AMX sums them: `keys` has pairs of bf16 values. `place` is
+ * the index of the first pair. */
+ALWAYS void score_by_tiles(const float *queries, int64_t size, int64_t place, const vec *keys, float *scores,
+                           int64_t width, int num) {
+  vec even[PASS], odd[PASS];
+  for (int q = 0; q < num; q++) even[q] = odd[q] = all(0.f);
+  for (int i = 0; i < LANES; i++) {
+    vec low = (vec)((uvec)keys[i] << 16), high = (vec)((ivec)keys[i] & (int32_t)0xffff0000);
+    for (int q = 0; q < num; q++) {
+      const float *query = queries + q * size + 2 * (place + i);
+      even[q] = fma_of(all(query[0]), low, even[q]), odd[q] = fma_of(all(query[1]), high, odd[q]);
+    }
+  }
+  for (int q = 0; q < num; q++) {
+    vec sum = even[q] + odd[q];
+    store(scores + q * width, place ? load(scores + q * width) + sum : sum);
+  }
+}
+
 /* Attention of the scaled queries [group, size] of one sequence and KV head over `length` keys. `scores` has
- * group x length elements, each row rounded up to whole vectors. `dots`: they are bf16. */
+ * group x length elements, each row rounded up to whole vectors. `way`: BY_DOTS, queries are bf16; BY_TILES, rounded. */
 ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, int64_t length, float *scores, float *out,
-                   int64_t size, int narrow, int dots) {
+                   int64_t size, int narrow, int way) {
   int64_t most = size / LANES <= 4 ? PASS : PASS / 2; /* sums stay in registers */
   int64_t width = (length + LANES - 1) / LANES * LANES, passes = (group + most - 1) / most;
-  int64_t words = dots ? size / 2 : size; /* per key, of a float or a pair of bf16 */
+  int64_t words = way ? size / 2 : size; /* per key, of a float or a pair of bf16 */
   int is_cached = 0, is_stored = 0;
   Ahead ahead = {NULL, NULL, 0, 0};
   for (int64_t t = 0; t < width; t += LANES) {
@@ -1994,17 +2121,27 @@ ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, in
       if (is_cached) {
         for (int i = 0; i < LANES; i++) transposed[i] = load(shared + i * LANES);
       } else {
-        transpose(p->keys[j], at, words, place, transposed, narrow && !dots);
+        transpose(p->keys[j], at, words, place, transposed, narrow && !way);
         if (is_stored)
           for (int i = 0; i < LANES; i++) store(shared + i * LANES, transposed[i]);
       }
-      for (int64_t g = 0; g < group; g++) {
+      for (int64_t g = 0; g < group && way == BY_TILES; g += PASS) {
+#define SCORE(num) score_by_tiles(queries + g * size, size, place, transposed, scores + g * width + t, width, num)
+        int64_t left = group - g;
+        for (int64_t i = g; i < group && i < g + PASS; i++)
+          fetch_some(&ahead, size, t, place / LANES * group + i, words / LANES * group, narrow);
+        if (left >= 4) SCORE(4);
+        else if (left == 3) SCORE(3);
+        else if (left == 2) SCORE(2);
+        else SCORE(1);
+      }
+      for (int64_t g = 0; g < group && way != BY_TILES; g++) {
         const float *query = queries + g * size + place;
         fetch_some(&ahead, size, t, place / LANES * group + g, words / LANES * group, narrow);
         vec score = place ? load(scores + g * width + t) : all(0.f);
         for (int i = 0; i < LANES; i++) {
           vec both = (vec)(((const bits_in_memory *)query)[i] - (ivec){0});
-          score = dots ? dots_of(score, both, transposed[i]) : fma_of(both, transposed[i], score);
+          score = way ? dots_of(score, both, transposed[i]) : fma_of(both, transposed[i], score);
         }
         store(scores + g * width + t, score);
       }
@@ -2012,10 +2149,17 @@ ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, in
   }
   for (int64_t g = 0; g < group; g++) {
     for (int64_t t = length; t < width; t++) scores[g * width + t] = -INFINITY;
-    softmax_row(scores + g * width, width);
+    if (way == BY_TILES) weights_of(scores + g * width, width, 0, out + g * size);
+    else softmax_row(scores + g * width, width);
   }
   for (int64_t g = 0; g < group; g += most) {
-#define WEIGH(num) weigh(scores + g * width, width, p, length, g / most, passes, out + g * size, size, num, narrow)
+#define WEIGH(num) \
+  do { \
+    const float *weights = scores + g * width; \
+    float *to = out + g * size; \
+    if (way == BY_TILES) weigh_by_tiles(weights, width, p, length, g / most, passes, to, size, num); \
+    else weigh(weights, width, p, length, g / most, passes, to, size, num, narrow); \
+  } while (0)
     int64_t left = group - g;
     if (left >= 4 && most == 4) WEIGH(4);
     else if (left == 3 && most == 4) WEIGH(3);
@@ -2028,7 +2172,7 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
                         const int64_t *positions, void *const *keys, void *const *values, int64_t num_columns,
                         const int32_t *source, float *out, float *scratch, int64_t rows) {
   int64_t size = s->size, group = s->heads / s->kv_heads, all_heads = s->heads + 2 * s->kv_heads;
-  int narrow = (int)s->narrow, dots = (int)s->dots;
+  int narrow = (int)s->narrow, way = find_way(s->dots);
   vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
   int32_t *tag = (int32_t *)(scratch + THREAD * s->scratch_size + s->shared_offset);
   float *shared = (float *)tag + (num_columns + LANES - 1) / LANES * LANES;
@@ -2050,7 +2194,7 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
       float *one = q + g * size;
       if (layer->qk_norm) norm_row(one, layer->qk_norm + (head * group + g) * size, eps, one, size);
       if (layer->has_rope) rotate_row(one, c, sn, 1.f, one, size);
-      scale_query(one, scale, one, size, dots);
+      scale_query(one, scale, one, size, way != WIDE, way == BY_DOTS);
     }
   }
   STATIC_FOR /* rows that share columns are adjacent, so that these are in the CPU cache */
@@ -2062,14 +2206,17 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
     CacheCursor cursor = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
                          last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < SHORT_CONTEXT,
                          s->shared_offset ? shared : NULL, tag};
-#define ATTEND(size, narrow, dots) attend(q, group, &cursor, position + 1, scores, to, size, narrow, dots)
-    if (size == 64 && !narrow) ATTEND(64, 0, 0);
-    else if (size == 64 && dots) ATTEND(64, 1, 1);
-    else if (size == 64) ATTEND(64, 1, 0);
-    else if (size == 128 && !narrow) ATTEND(128, 0, 0);
-    else if (size == 128 && dots) ATTEND(128, 1, 1);
-    else if (size == 128) ATTEND(128, 1, 0);
-    else ATTEND(size, narrow, dots);
+#define ATTEND(size, narrow, way) attend(q, group, &cursor, position + 1, scores, to, size, narrow, way)
+#define ATTEND_BY_WAY(size) \
+  do { \
+    if (way == BY_TILES) ATTEND(size, 1, BY_TILES); \
+    else if (way == BY_DOTS) ATTEND(size, 1, BY_DOTS); \
+    else if (narrow) ATTEND(size, 1, WIDE); \
+    else ATTEND(size, 0, WIDE); \
+  } while (0)
+    if (size == 64) ATTEND_BY_WAY(64);
+    else if (size == 128) ATTEND_BY_WAY(128);
+    else ATTEND(size, narrow, way);
   }
 }
 
