@@ -1595,21 +1595,27 @@ void add_deltas(const Delta *deltas, const DeltaRows *items, int64_t num_items, 
 
 /* causal attention of many queries -------------------------------------------------------------------------------- */
 
-/* Keys (or values) of a sequence and head, `stride` elements apart, in panels for `tiles`: keys [panels][size][PANEL]
- * (`dots`: [panels][size / 2][PANEL][2] bf16), values [panels of the head][keys][PANEL]. `num`
- * is a multiple of LANES. */
-static void pack_keys(const float *keys, int64_t stride, float *packed, int64_t num, int64_t size, int64_t dots) {
-  for (int64_t t = 0; t < num; t += LANES)
-    for (int64_t place = 0; place < size; place += LANES) {
-      vec columns[LANES];
-      transpose(keys, t * stride, stride, place, columns, 0);
-      float *to = packed + (t / PANEL * size + place) / (dots ? 2 : 1) * PANEL + t % PANEL;
-      for (int i = 0; i < LANES && !dots; i++) store(to + i * PANEL, columns[i]);
-      for (int i = 0; i < LANES / 2 && dots; i++) { /* the keys are bf16 values */
-        ivec even = (ivec)((uvec)columns[2 * i] >> 16), odd = (ivec)columns[2 * i + 1] & (int32_t)0xffff0000;
-        store(to + i * PANEL, (vec)(even | odd));
-      }
-    }
+/* Keys (or values) of a sequence and head in panels for `tiles`: keys [panels][size][PANEL] (`dots`:
+ * [panels][size / 2][PANEL][2] bf16), values [panels of the head][keys][PANEL]. Packs LANES of them, the first of which
+ * is number t and has index `at`; they are `stride` elements apart. `dots`: they are bf16 values. */
+ALWAYS void pack_some_keys(const void *keys, int64_t at, int64_t stride, float *packed, int64_t t, int64_t size,
+                           int64_t dots, int narrow) {
+  vec columns[LANES];
+  float *to = packed + t / PANEL * size / (dots ? 2 : 1) * PANEL + t % PANEL;
+  for (int64_t place = 0; place < size / 2 && dots && narrow; place += LANES, to += LANES * PANEL) {
+    transpose(keys, at / 2, stride / 2, place, columns, 0); /* of pairs */
+    for (int i = 0; i < LANES; i++) store(to + i * PANEL, columns[i]);
+  }
+  for (int64_t place = 0; place < size && !(dots && narrow); place += LANES) {
+    transpose(keys, at, stride, place, columns, narrow);
+    for (int i = 0; i < LANES && !dots; i++, to += PANEL) store(to, columns[i]);
+    for (int i = 0; i < LANES && dots; i += 2, to += PANEL)
+      store(to, (vec)((ivec)((uvec)columns[i] >> 16) | ((ivec)columns[i + 1] & (int32_t)0xffff0000)));
+  }
+}
+
+static void pack_keys(const float *keys, int64_t stride, float *packed, int64_t num, int64_t size) {
+  for (int64_t t = 0; t < num; t += LANES) pack_some_keys(keys, t * stride, stride, packed, t, size, 0, 0);
 }
 
 /* How attention multiplies: in fp32, by `dots_of`, or as AMX does, with weights rounded to bf16. */
@@ -1650,29 +1656,34 @@ ALWAYS float weights_of(float *scores, int64_t size, int packs, float *scale) {
   return most[0] + logf(total);
 }
 
-static void pack_values(const float *values, int64_t stride, float *packed, int64_t num, int64_t size) {
+/* As `pack_some_keys` for values; `num` is the number of all. */
+ALWAYS void pack_some_values(const void *values, int64_t at, int64_t stride, float *packed, int64_t t, int64_t num,
+                             int64_t size, int narrow) {
   for (int64_t first = 0; first < size; first += PANEL)
-    for (int64_t t = 0; t < num; t++)
+    for (int64_t r = 0; r < LANES; r++)
       for (int64_t i = 0; i < PANEL; i += LANES) {
-        vec x = first + i < size ? load(values + t * stride + first + i) : all(0.f);
-        store(packed + (first / PANEL * num + t) * PANEL + i, x);
+        vec x = first + i < size ? load_as(values, at + r * stride + first + i, narrow) : all(0.f);
+        store(packed + (first / PANEL * num + t + r) * PANEL + i, x);
       }
 }
 
-#ifdef HAS_AMX
-/* As `pack_keys` for values, [panels of the head][keys / 2][PANEL][2] bf16; the number of keys is rounded up to STEP. */
-static void pack_value_pairs(const float *values, int64_t stride, char *packed, int64_t num, int64_t size) {
+static void pack_values(const float *values, int64_t stride, float *packed, int64_t num, int64_t size) {
+  for (int64_t t = 0; t < num; t += LANES) pack_some_values(values, t * stride, stride, packed, t, num, size, 0);
+}
+
+/* As `pack_some_values`, of bf16 values: [panels of the head][num / 2][PANEL][2]; `num` is a multiple of STEP. */
+ALWAYS void pack_value_pairs(const void *values, int64_t at, int64_t stride, float *packed, int64_t t, int64_t num,
+                             int64_t size, int narrow) {
   for (int64_t first = 0; first < size; first += PANEL)
-    for (int64_t t = 0; t < whole_steps(num); t += 2, packed += 4 * PANEL)
+    for (int64_t r = 0; r < LANES; r += 2)
       for (int64_t i = 0; i < PANEL; i += LANES) {
-        const float *from = values + t * stride + first + i;
-        int is_within = t < num && first + i < size;
-        ivec even = is_within ? (ivec)((uvec)load(from) >> 16) : (ivec){0};
-        ivec odd = is_within ? (ivec)load(from + stride) & (int32_t)0xffff0000 : (ivec){0};
-        store((float *)packed + i, (vec)(even | odd));
+        int64_t from = at + r * stride + first + i;
+        vec even = first + i < size ? load_as(values, from, narrow) : all(0.f);
+        vec odd = first + i < size ? load_as(values, from + stride, narrow) : all(0.f);
+        float *to = packed + (first / PANEL * num + t + r) / 2 * PANEL + i;
+        store(to, (vec)((ivec)((uvec)even >> 16) | ((ivec)odd & (int32_t)0xffff0000)));
       }
 }
-#endif
 
 typedef struct {
   int64_t seqs, rows, heads, kv_heads, keys, size; /* `keys` is a multiple of LANES */
@@ -1681,6 +1692,7 @@ typedef struct {
   int64_t block;                                   /* query positions per item of work */
   int64_t scratch_size, threads;
   int64_t dots;                                    /* as in `Shape`; keys and values are bf16 values */
+  int64_t narrow;                                  /* the pages of the cache are bf16 */
 } Causal;
 
 int64_t causal_struct_size(void) { return sizeof(Causal); }
@@ -1763,10 +1775,40 @@ int64_t packed_keys_size(int64_t keys, int64_t size) {
   return (keys + PANEL - 1) / PANEL * PANEL * size + (size + PANEL - 1) / PANEL * PANEL * keys;
 }
 
-/* Row r of sequence s, at position starts[s] + r, attends to the keys up to its position. q and out are [seqs, rows,
- * heads, size], log_sums (or NULL) [seqs, heads, rows]. */
-void causal_attention(const Causal *a, const float *q, const float *k, const float *v, const int64_t *starts,
-                      float *packed, float *scratch, float *out, float *log_sums) {
+/* Where keys and values are: in tensors, or in pages of the cache. Sequence s has page pages[j seqs + s] of block j, and
+ * counts[s] positions. */
+typedef struct {
+  const float *k, *v;
+  const void *const *keys, *const *values; /* blocks */
+  const int32_t *pages;                    /* NULL: in tensors */
+  const int64_t *counts;
+} Source;
+
+/* Pack the keys and values of a sequence and head; zeros after its last one. */
+static void pack_pair(const Causal *a, const Source *from, int64_t seq, int64_t head, float *keys, float *values) {
+  static const float nothing[MAX_HEAD_DIM];
+  int by_tiles = find_way(a->dots) == BY_TILES;
+  int64_t num = by_tiles ? whole_steps(a->keys) : a->keys, count = from->pages ? from->counts[seq] : a->keys;
+  for (int64_t t = 0; t < num; t += LANES) {
+    const void *k = nothing, *v = nothing;
+    int64_t at = 0, stride = 0;
+    int narrow = 0;
+    if (t < count && from->pages) {
+      int64_t j = t / KEYS, page = from->pages[j * a->seqs + seq];
+      k = from->keys[j], v = from->values[j], at = ((page * a->kv_heads + head) * KEYS + t % KEYS) * a->size;
+      stride = a->size, narrow = (int)a->narrow;
+    } else if (t < count) {
+      k = from->k, v = from->v, at = seq * a->seq_stride + head * a->head_stride + t * a->key_stride;
+      stride = a->key_stride;
+    }
+    if (t < a->keys) pack_some_keys(k, at, stride, keys, t, a->size, a->dots, narrow);
+    if (by_tiles) pack_value_pairs(v, at, stride, values, t, num, a->size, narrow);
+    else pack_some_values(v, at, stride, values, t, num, a->size, narrow);
+  }
+}
+
+static void attend_all(const Causal *a, const float *q, const Source *from, const int64_t *starts, float *packed,
+                       float *scratch, float *out, float *log_sums) {
   int64_t pairs = a->seqs * a->kv_heads, blocks = (a->rows + a->block - 1) / a->block, group = a->heads / a->kv_heads;
   int64_t each = packed_keys_size(a->keys, a->size), of_keys = (a->keys + PANEL - 1) / PANEL * PANEL * a->size;
 #ifdef _OPENMP
@@ -1775,15 +1817,8 @@ void causal_attention(const Causal *a, const float *q, const float *k, const flo
   {
     STATIC_FOR
     for (int64_t pair = 0; pair < pairs; pair++) {
-      int64_t from = pair / a->kv_heads * a->seq_stride + pair % a->kv_heads * a->head_stride;
-      pack_keys(k + from, a->key_stride, packed + pair * each, a->keys, a->size, a->dots);
-#ifdef HAS_AMX
-      if (find_way(a->dots) == BY_TILES) {
-        pack_value_pairs(v + from, a->key_stride, (char *)(packed + pair * each + of_keys), a->keys, a->size);
-        continue;
-      }
-#endif
-      pack_values(v + from, a->key_stride, packed + pair * each + of_keys, a->keys, a->size);
+      float *keys = packed + pair * each;
+      pack_pair(a, from, pair / a->kv_heads, pair % a->kv_heads, keys, keys + of_keys);
     }
     DYNAMIC_FOR
     for (int64_t item = 0; item < pairs * blocks; item++) {
@@ -1795,6 +1830,35 @@ void causal_attention(const Causal *a, const float *q, const float *k, const flo
                    scratch + THREAD * a->scratch_size, out + at,
                    log_sums ? log_sums + (seq * a->heads + head) * a->rows + row : NULL);
     }
+  }
+}
+
+/* Row r of sequence s, at position starts[s] + r, attends to the keys up to its position. q and out are [seqs, rows,
+ * heads, size], log_sums [seqs, heads, rows]. */
+void causal_attention(const Causal *a, const float *q, const float *k, const float *v, const int64_t *starts,
+                      float *packed, float *scratch, float *out, float *log_sums) {
+  attend_all(a, q, &(Source){k, v, NULL, NULL, NULL, NULL}, starts, packed, scratch, out, log_sums);
+}
+
+/* `causal_attention` with the keys and values of pages: `blocks` has the addresses of `num` blocks of keys, then of values. */
+void paged_attention(const Causal *a, const float *q, const void *const *blocks, int64_t num, const int32_t *pages,
+                     const int64_t *counts, const int64_t *starts, float *packed, float *scratch, float *out) {
+  attend_all(a, q, &(Source){NULL, NULL, blocks, blocks + num, pages, counts}, starts, packed, scratch, out, NULL);
+}
+
+/* Write keys and values, rows `k_stride` and `v_stride` elements apart, to `places`: of each token the block (negative:
+ * nowhere), the page and the position in it. `blocks` as for `paged_attention`. */
+void store_in_pages(const float *k, int64_t k_stride, const float *v, int64_t v_stride, void *const *blocks, int64_t num,
+                    const int64_t *places, int64_t tokens, int64_t kv_heads, int64_t size, int64_t narrow) {
+  PARALLEL(tokens * kv_heads * size > MANY)
+  for (int64_t token = 0; token < tokens; token++) {
+    int64_t j = places[token], page = places[tokens + token], position = places[2 * tokens + token];
+    for (int64_t head = 0; head < kv_heads && j >= 0; head++)
+      for (int64_t i = 0; i < size; i += LANES) {
+        int64_t at = ((page * kv_heads + head) * KEYS + position) * size + i;
+        store_as(blocks[j], at, load(k + token * k_stride + head * size + i), (int)narrow);
+        store_as(blocks[num + j], at, load(v + token * v_stride + head * size + i), (int)narrow);
+      }
   }
 }
 
@@ -1928,8 +1992,8 @@ void causal_attention_backward(const Causal *a, const float *grad, const float *
       int64_t from = seq * a->seq_stride + kv_head * a->head_stride;
       int64_t to = (seq * a->keys * a->kv_heads + kv_head) * a->size;
       Pair pair = {a, keys, values, flat, dk + to, dv + to, a->kv_heads * a->size};
-      pack_keys(k + from, a->key_stride, keys, a->keys, a->size, 0);
-      pack_keys(v + from, a->key_stride, values, a->keys, a->size, 0);
+      pack_keys(k + from, a->key_stride, keys, a->keys, a->size);
+      pack_keys(v + from, a->key_stride, values, a->keys, a->size);
       pack_values(k + from, a->key_stride, flat, a->keys, a->size);
       for (int64_t row = 0; row < a->rows; row += a->block) {
         int64_t num = a->rows - row < a->block ? a->rows - row : a->block;

@@ -72,7 +72,17 @@ class CausalStruct(ctypes.Structure):
         (name, _I)
         for name in (
             *("seqs", "rows", "heads", "kv_heads", "keys", "size"),
-            *("seq_stride", "key_stride", "head_stride", "window", "block", "scratch_size", "threads", "dots"),
+            *(
+                "seq_stride",
+                "key_stride",
+                "head_stride",
+                "window",
+                "block",
+                "scratch_size",
+                "threads",
+                "dots",
+                "narrow",
+            ),
         )
     ]
 
@@ -91,6 +101,8 @@ SIGNATURES = {
     "swiglu_backward": [_P, _P, _P, _P, _P, _I, _I, _I],
     "softmax": [_P, _I, _I],
     "causal_attention": [_P] * 9,
+    "paged_attention": [_P, _P, _P, _I, *[_P] * 6],
+    "store_in_pages": [_P, _I, _P, _I, _P, _I, _P, _I, _I, _I, _I],
     "causal_attention_backward": [_P] * 12,
     "log_softmax": [_P, _P, _I, _I],
     "sample": [_P, _P, _P, _P, _I, _I],
@@ -355,12 +367,63 @@ def causal_attention(
     scratch = torch.empty(threads, block * group * (2 * dim + keys))
     strides = (k.stride(0), k.stride(1), k.stride(2))
     shape = CausalStruct(
-        seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, scratch.shape[1], threads, rounded
+        seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, scratch.shape[1], threads, rounded, 0
     )
     packed = torch.empty(seqs * kv_heads, kernels.packed_keys_size(keys, dim))
     out, log_sums = torch.empty(q.shape), torch.empty(seqs, heads, rows)
     call("causal_attention", ctypes.addressof(shape), q, k, v, starts.contiguous(), packed, scratch, out, log_sums)
     return out, log_sums
+
+
+def paged_attention(
+    q: Float[Tensor, "seqs rows heads dim"],
+    blocks: Int[Tensor, "2 blocks"],
+    pages: Int[Tensor, "blocks seqs"],
+    counts: Int[Tensor, " seqs"],
+    starts: Int[Tensor, " seqs"],
+    keys: int,
+    kv_heads: int,
+    *,
+    narrow: bool,
+    window: int | None = None,
+    rounded: bool = False,
+) -> Float[Tensor, "seqs rows heads dim"]:
+    """`causal_attention` with keys and values in a cache.
+
+    `blocks` has the addresses of its blocks of keys, then of values, `[pages, kv_heads, KEYS, dim]` in bf16 (`narrow`)
+    or fp32; `pages`, in int32, has the page of each sequence in each block. Sequence s has `counts[s]` positions, and
+    at most `keys`, a multiple of LANES.
+    """
+    kernels = library()
+    assert kernels is not None and keys % LANES == 0 and pages.dtype == torch.int32
+    assert all(x.is_contiguous() for x in (blocks, pages, counts, starts))
+    (seqs, rows, heads, dim), q, threads = q.shape, q.contiguous(), torch.get_num_threads()
+    group = heads // kv_heads
+    block = max(1, QUERY_ROWS // group)
+    scratch = torch.empty(threads, block * group * (2 * dim + keys))
+    sizes = (seqs, rows, heads, kv_heads, keys, dim, 0, 0, 0, window or 0, block, scratch.shape[1], threads)
+    shape = CausalStruct(*sizes, rounded, narrow)
+    packed, out = torch.empty(seqs * kv_heads, kernels.packed_keys_size(keys, dim)), torch.empty(q.shape)
+    inputs = (q, blocks, blocks.shape[1], pages, counts, starts)
+    call("paged_attention", ctypes.addressof(shape), *inputs, packed, scratch, out)
+    return out
+
+
+def store_in_pages(
+    k: Float[Tensor, "tokens kv_heads dim"],
+    v: Float[Tensor, "tokens kv_heads dim"],
+    blocks: Int[Tensor, "2 blocks"],
+    places: Int[Tensor, "3 tokens"],
+    *,
+    narrow: bool,
+) -> None:
+    """Write keys and values to `places`: the block (negative: nowhere), page and position of each token.
+
+    `blocks` and `narrow` as for `paged_attention`.
+    """
+    assert blocks.is_contiguous() and places.is_contiguous() and places.shape == (3, len(k))
+    k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (k, v))
+    call("store_in_pages", k, k.stride(0), v, v.stride(0), blocks, blocks.shape[1], places, *k.shape, narrow)
 
 
 def causal_attention_backward(
@@ -379,7 +442,7 @@ def causal_attention_backward(
     (seqs, rows, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
     threads, block = torch.get_num_threads(), max(1, QUERY_ROWS // (heads // kv_heads))
     strides = (k.stride(0), k.stride(1), k.stride(2))
-    shape = CausalStruct(seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, 0, threads, 0)
+    shape = CausalStruct(seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, 0, threads, 0, 0)
     shape.scratch_size = kernels.backward_scratch_size(ctypes.addressof(shape))
     scratch = torch.empty(threads, shape.scratch_size)
     dq, dk, dv = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)

@@ -23,6 +23,7 @@ from prime_rl.trainer.models.attention import (
     causal_mask,
     fold_groups,
     has_flash,
+    has_kernel_bits,
     masked_attention,
     runs_kernel,
     softmax,
@@ -289,7 +290,7 @@ class GatheredAttention:
     """Attention of chunks of several sequences, each to its cached past and to itself, which are gathered from pages.
 
     Flat tokens are the concatenated chunks; the last token is repeated up to `min_tokens`. `rounded`: queries are
-    rounded to the bf16 of the cache, as in the fused decode step.
+    rounded to the bf16 of the cache, as in the fused decode step. The CPU kernels read and write the pages themselves.
     """
 
     def __init__(
@@ -312,9 +313,15 @@ class GatheredAttention:
         positions = position.flatten()[flat]
         self.positions: Int[Tensor, " tokens"] = positions.to(device)
         self.tables = torch.from_numpy(metadata.block_tables.astype(np.int64)).to(device)
+        self.pages = self.tables.int().contiguous()
+        self.counts = (start + length).contiguous()
         chunk, at = (flat // rows).numpy(), positions.numpy()
         written = None if metadata.first_written is None else at >= metadata.first_written[chunk]
-        self.places = cache.locate(metadata.block_tables[at // BLOCK, chunk], at, written)
+        places = find_places(metadata.block_tables, chunk, at)
+        self.places = cache.locate(places[1], at, written)
+        if written is not None:
+            places[0, ~written] = -1
+        self.token_places = torch.from_numpy(places)
         self.layout: Int[Tensor, "chunks rows"] | None = None  # None: chunks of equal length need no gather
         if repeats or not valid.all():
             self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
@@ -330,6 +337,8 @@ class GatheredAttention:
         v: Float[Tensor, "tokens kv_heads dim"],
         window: int | None = None,
     ) -> Float[Tensor, "tokens heads dim"]:
+        if can_page(q, k, v):
+            return self._attend_in_pages(layer, q, k, v, window)
         self.cache.store(layer, self.places, k, v)
         past, context = (self._gather(layer, i).to(q.dtype) for i in range(2))
         laid_out = q.unflatten(0, (-1, self.rows)) if self.layout is None else take(q, self.layout)
@@ -343,6 +352,16 @@ class GatheredAttention:
             out = unfold_groups(masked_attention(queries, past, context, self.masks[window]), self.rows)
         return out.flatten(0, 1) if self.layout is None else take(out.flatten(0, 1), self.flat)
 
+    def _attend_in_pages(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        blocks, narrow = self.cache.addresses()[layer], self.cache.blocks[0].dtype == torch.bfloat16
+        cpu_kernels.store_in_pages(k, v, blocks, self.token_places, narrow=narrow)
+        laid_out = q.unflatten(0, (-1, self.rows)) if self.layout is None else take(q, self.layout)
+        chunks = (self.pages, self.counts, self.starts, self.width, k.shape[1])
+        out = cpu_kernels.paged_attention(
+            laid_out, blocks, *chunks, narrow=narrow, window=window, rounded=self.rounded
+        ).flatten(0, 1)
+        return out if self.layout is None else take(out, self.flat)
+
     def _gather(self, layer: int, half: int) -> Float[Tensor, "chunks kv_heads width dim"]:
         parts = []
         for j in range(num_blocks(self.width)):
@@ -352,6 +371,11 @@ class GatheredAttention:
             pages = self.tables[j].clamp(max=block.shape[0] - 1)
             parts.append(block[:, :, :width].index_select(0, pages))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def can_page(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the CPU kernels attend with the bits of `torch_causal_attention`, in pages of the cache."""
+    return cpu_kernels.runs_here(q, k, v) and has_kernel_bits(q.shape[-1])
 
 
 class FlashPrefill:

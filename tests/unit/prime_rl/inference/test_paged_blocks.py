@@ -74,17 +74,17 @@ def test_a_page_is_taken_once_and_free_after_its_last_owner(steps: list[tuple[in
 
 
 @needs_kernels
-def test_a_group_holds_its_prompt_once() -> None:
+def test_a_group_holds_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, blocks = build_engine(speculation=False)
     add_group(engine, draw_prompt(2 * BLOCK), [30] * 6)
     written: list[int] = []
-    store = blocks.cache.store
+    store = cpu_kernels.store_in_pages
 
-    def record(layer: int, places: Any, k: Any, v: Any) -> None:
-        written.append(sum(len(k) if tokens is None else len(tokens) for _, tokens, _ in places) if not layer else 0)
-        store(layer, places, k, v)
+    def record(k: Any, v: Any, addresses: Any, places: Any, *, narrow: bool) -> None:
+        written.append(int((places[0] >= 0).sum()) if torch.equal(addresses, blocks.cache.addresses()[0]) else 0)
+        store(k, v, addresses, places, narrow=narrow)
 
-    blocks.cache.store = record  # type: ignore[method-assign]
+    monkeypatch.setattr(cpu_kernels, "store_in_pages", record)
     while len(seqs := engine._scheduler.running) < 6 or any(seq.num_generated < 2 for seq in seqs):
         engine.step()
     assert len({tuple(seq.pages[:2]) for seq in seqs}) == 1, "two pages of the prompt, the last token's included"
