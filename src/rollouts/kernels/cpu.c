@@ -1640,6 +1640,21 @@ ALWAYS void scale_query(const float *x, vec scale, void *out, int64_t size, int 
   }
 }
 
+#ifdef HAS_AMX
+/* exp to 3e-6, which is enough for weights that are rounded to bf16: x / ln 2 = n + f, a polynomial of 2^f. */
+ALWAYS vec short_exp_of(vec x) {
+  vec y = larger(all(-200.f), x * all(1.44269504f)); /* in this order NaN remains */
+  vec n = (vec)_mm512_roundscale_ps((__m512)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = y - n;
+  vec p = all(9.58284789e-3f);
+  p = fma_of(p, f, all(5.59064326e-2f));
+  p = fma_of(p, f, all(.240240988f));
+  p = fma_of(p, f, all(.693124192f));
+  return (vec)_mm512_scalef_ps((__m512)fma_of(p, f, all(1.f)), (__m512)n);
+}
+#else
+ALWAYS vec short_exp_of(vec x) { return exp_of(x); }
+#endif
+
 /* BY_TILES: replaces scores by weights, rounded to bf16 (`packs`: stored as such in the first half of the row), whose sum
  * is 1 / scale. `size` is a multiple of LANES. Returns the log-sum-exp. */
 ALWAYS float weights_of(float *scores, int64_t size, int packs, float *scale) {
@@ -1647,7 +1662,7 @@ ALWAYS float weights_of(float *scores, int64_t size, int packs, float *scale) {
   for (int64_t i = 0; i < size; i += LANES) high = larger(high, load(scores + i));
   vec most = all(largest(high));
   for (int64_t i = 0; i < size; i += LANES) {
-    vec p = exp_of(load(scores + i) - most);
+    vec p = short_exp_of(load(scores + i) - most);
     part = part + p;
     store_rounded(scores, i, p, packs);
   }

@@ -128,6 +128,8 @@ LANES = 16
 """Floats of the widest vector (AVX-512). `cpu.c` uses 8 on other CPUs, so buffers padded to 16 fit both."""
 QUERY_ROWS = 96
 """Query rows (positions times heads of a key head) whose scores `causal_attention` holds at once."""
+MANY_KEYS = 2048
+"""Beyond so many keys it holds a third of the rows, so that their scores stay in the CPU cache."""
 KEYS, MAX_HEAD_DIM = 128, 256
 """As in `cpu.c`: keys per block of the cache, largest head."""
 FP32, BF16, DOTS, INT8 = range(4)
@@ -363,7 +365,7 @@ def causal_attention(
     assert kernels is not None and k.stride() == v.stride() and k.shape[1] % LANES == 0
     (seqs, rows, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
     q, group, threads = q.contiguous(), heads // kv_heads, torch.get_num_threads()
-    block = max(1, QUERY_ROWS // group)
+    block = _query_block(keys, group)
     scratch = torch.empty(threads, block * group * (2 * dim + keys))
     strides = (k.stride(0), k.stride(1), k.stride(2))
     shape = CausalStruct(
@@ -373,6 +375,11 @@ def causal_attention(
     out, log_sums = torch.empty(q.shape), torch.empty(seqs, heads, rows)
     call("causal_attention", ctypes.addressof(shape), q, k, v, starts.contiguous(), packed, scratch, out, log_sums)
     return out, log_sums
+
+
+def _query_block(keys: int, group: int) -> int:
+    """Query positions whose scores are held at once."""
+    return max(1, QUERY_ROWS // (1 if keys <= MANY_KEYS else 3) // group)
 
 
 def paged_attention(
@@ -399,7 +406,7 @@ def paged_attention(
     assert all(x.is_contiguous() for x in (blocks, pages, counts, starts))
     (seqs, rows, heads, dim), q, threads = q.shape, q.contiguous(), torch.get_num_threads()
     group = heads // kv_heads
-    block = max(1, QUERY_ROWS // group)
+    block = _query_block(keys, group)
     scratch = torch.empty(threads, block * group * (2 * dim + keys))
     sizes = (seqs, rows, heads, kv_heads, keys, dim, 0, 0, 0, window or 0, block, scratch.shape[1], threads)
     shape = CausalStruct(*sizes, rounded, narrow)
