@@ -1655,16 +1655,16 @@ ALWAYS vec short_exp_of(vec x) {
 ALWAYS vec short_exp_of(vec x) { return exp_of(x); }
 #endif
 
-/* BY_TILES: replaces scores by weights, rounded to bf16 (`packs`: stored as such in the first half of the row), whose sum
- * is 1 / scale. `size` is a multiple of LANES. Returns the log-sum-exp. */
-ALWAYS float weights_of(float *scores, int64_t size, int packs, float *scale) {
+/* BY_TILES: the weights of scores, rounded to bf16 (`packs`: stored as such), whose sum is 1 / scale. `out` may be where
+ * the scores are, or before. `size` is a multiple of LANES. Returns the log-sum-exp. */
+ALWAYS float weights_of(const float *scores, int64_t size, void *out, int packs, float *scale) {
   vec high = all(-INFINITY), part = {0};
   for (int64_t i = 0; i < size; i += LANES) high = larger(high, load(scores + i));
   vec most = all(largest(high));
   for (int64_t i = 0; i < size; i += LANES) {
     vec p = short_exp_of(load(scores + i) - most);
     part = part + p;
-    store_rounded(scores, i, p, packs);
+    store_rounded(out, i, p, packs);
   }
   float total = sum(part);
   *scale = 1.f / total;
@@ -1727,7 +1727,8 @@ static void attend_by_tiles(const Causal *a, const void *queries, const void *ke
   for (int64_t i = 0; i < size && weighs; i += PANEL) {
     const char *panel = (const char *)values + (i * whole_steps(a->keys) + first * PANEL) * 2;
     int64_t columns = size - i < PANEL ? size - i : PANEL;
-    amx_dots((const char *)scores, 4 * span, whole_steps(span), panel, sums + i, size, columns, (Memory){0}, rows);
+    amx_dots((const char *)scores, 2 * whole_steps(span), whole_steps(span), panel, sums + i, size, columns,
+             (Memory){0}, rows);
   }
   stop_amx(DOTS);
 #endif
@@ -1764,9 +1765,11 @@ static void attend_block(const Causal *a, const float *q, const float *keys, con
     if (hidden >= count) hidden = count - 1; /* padding rows only */
     for (int64_t t = 0; t < hidden; t++) row[t] = -INFINITY;
     for (int64_t t = count; t < whole; t++) row[t] = -INFINITY;
-    float log_sum = way == BY_TILES ? weights_of(row, whole, 1, shares + r) : softmax_row(row, whole);
+    int64_t length = whole_steps(span);
+    uint16_t *weights = (uint16_t *)scores + r * length; /* side by side, before the scores that are still needed */
+    float log_sum = way == BY_TILES ? weights_of(row, whole, weights, 1, shares + r) : softmax_row(row, whole);
     if (log_sums) log_sums[r % group * a->rows + r / group] = log_sum;
-    if (way == BY_TILES) memset((uint16_t *)row + whole, 0, sizeof(uint16_t) * (size_t)(whole_steps(span) - whole));
+    if (way == BY_TILES) memset(weights + whole, 0, sizeof *weights * (size_t)(length - whole));
     else memset(row + whole, 0, sizeof(float) * (size_t)(span - whole));
   }
   if (way == BY_TILES) attend_by_tiles(a, queries, keys, values, first, end, scores, sums, rows, 1);
@@ -2228,7 +2231,7 @@ ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, in
   }
   for (int64_t g = 0; g < group; g++) {
     for (int64_t t = length; t < width; t++) scores[g * width + t] = -INFINITY;
-    if (way == BY_TILES) weights_of(scores + g * width, width, 0, out + g * size);
+    if (way == BY_TILES) weights_of(scores + g * width, width, scores + g * width, 0, out + g * size);
     else softmax_row(scores + g * width, width);
   }
   for (int64_t g = 0; g < group; g += most) {
