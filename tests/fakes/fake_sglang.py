@@ -234,7 +234,7 @@ class FakeSGLang:
         try:
             [output] = await task
         except asyncio.CancelledError:
-            if not task.cancelled():  # not aborted by a client: the server is stopping
+            if self._server.should_exit or not task.cancelled():  # not aborted by a client: the server is stopping
                 raise
             output = Output(request, [], [], [], [], "abort")
         finally:
