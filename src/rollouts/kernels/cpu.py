@@ -361,25 +361,33 @@ def causal_attention(
     k and v have equal strides. Memory is linear in `keys`. `rounded`: queries, scaled, are rounded to bf16, as k is
     already; see `supports_rounded_queries`.
     """
-    kernels = library()
-    assert kernels is not None and k.stride() == v.stride() and k.shape[1] % LANES == 0
-    (seqs, rows, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
-    q, group, threads = q.contiguous(), heads // kv_heads, torch.get_num_threads()
-    block = _query_block(keys, group)
-    scratch = torch.empty(threads, block * group * (2 * dim + keys))
+    assert k.stride() == v.stride()
     strides = (k.stride(0), k.stride(1), k.stride(2))
-    shape = CausalStruct(
-        seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, scratch.shape[1], threads, rounded, 0
-    )
+    shape, *memory = _allocate(q, k.shape[1], k.shape[2], strides, window, rounded)
+    log_sums = torch.empty(q.shape[0], q.shape[2], q.shape[1])
+    inputs = (q.contiguous(), k, v, starts.contiguous())
+    call("causal_attention", ctypes.addressof(shape), *inputs, *memory, log_sums)
+    return memory[-1], log_sums
+
+
+def _allocate(
+    q: Float[Tensor, "seqs rows heads dim"],
+    keys: int,
+    kv_heads: int,
+    strides: tuple[int, int, int],
+    window: int | None,
+    rounded: bool,
+    narrow: bool = False,
+) -> tuple[CausalStruct, Tensor, Tensor, Tensor]:
+    """The struct of an attention call, and memory for packed keys, scratch and output."""
+    kernels = library()
+    assert kernels is not None and keys % LANES == 0
+    (seqs, rows, heads, dim), group, threads = q.shape, q.shape[2] // kv_heads, torch.get_num_threads()
+    block = max(1, QUERY_ROWS // (1 if keys <= MANY_KEYS else 3) // group)
+    scratch = torch.empty(threads, block * group * (2 * dim + keys))
+    sizes = (seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, scratch.shape[1], threads)
     packed = torch.empty(seqs * kv_heads, kernels.packed_keys_size(keys, dim))
-    out, log_sums = torch.empty(q.shape), torch.empty(seqs, heads, rows)
-    call("causal_attention", ctypes.addressof(shape), q, k, v, starts.contiguous(), packed, scratch, out, log_sums)
-    return out, log_sums
-
-
-def _query_block(keys: int, group: int) -> int:
-    """Query positions whose scores are held at once."""
-    return max(1, QUERY_ROWS // (1 if keys <= MANY_KEYS else 3) // group)
+    return CausalStruct(*sizes, rounded, narrow), packed, scratch, torch.empty(q.shape)
 
 
 def paged_attention(
@@ -401,19 +409,11 @@ def paged_attention(
     or fp32; `pages`, in int32, has the page of each sequence in each block. Sequence s has `counts[s]` positions, and
     at most `keys`, a multiple of LANES.
     """
-    kernels = library()
-    assert kernels is not None and keys % LANES == 0 and pages.dtype == torch.int32
-    assert all(x.is_contiguous() for x in (blocks, pages, counts, starts))
-    (seqs, rows, heads, dim), q, threads = q.shape, q.contiguous(), torch.get_num_threads()
-    group = heads // kv_heads
-    block = _query_block(keys, group)
-    scratch = torch.empty(threads, block * group * (2 * dim + keys))
-    sizes = (seqs, rows, heads, kv_heads, keys, dim, 0, 0, 0, window or 0, block, scratch.shape[1], threads)
-    shape = CausalStruct(*sizes, rounded, narrow)
-    packed, out = torch.empty(seqs * kv_heads, kernels.packed_keys_size(keys, dim)), torch.empty(q.shape)
-    inputs = (q, blocks, blocks.shape[1], pages, counts, starts)
-    call("paged_attention", ctypes.addressof(shape), *inputs, packed, scratch, out)
-    return out
+    assert pages.dtype == torch.int32 and all(x.is_contiguous() for x in (blocks, pages, counts, starts))
+    shape, *memory = _allocate(q, keys, kv_heads, (0, 0, 0), window, rounded, narrow)
+    inputs = (q.contiguous(), blocks, blocks.shape[1], pages, counts, starts)
+    call("paged_attention", ctypes.addressof(shape), *inputs, *memory)
+    return memory[-1]
 
 
 def store_in_pages(

@@ -7,6 +7,7 @@ the trainer's masks (`causal_mask`, `add_mask`) and grouping of query heads (`fo
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,6 @@ from prime_rl.trainer.models.attention import (
     has_flash,
     has_kernel_bits,
     masked_attention,
-    runs_kernel,
     softmax,
     take,
     unfold_groups,
@@ -318,7 +318,7 @@ class GatheredAttention:
         chunk, at = (flat // rows).numpy(), positions.numpy()
         written = None if metadata.first_written is None else at >= metadata.first_written[chunk]
         places = find_places(metadata.block_tables, chunk, at)
-        self.places = cache.locate(places[1], at, written)
+        self._written = (places[1], at, written)
         if written is not None:
             places[0, ~written] = -1
         self.token_places = torch.from_numpy(places)
@@ -342,15 +342,16 @@ class GatheredAttention:
         self.cache.store(layer, self.places, k, v)
         past, context = (self._gather(layer, i).to(q.dtype) for i in range(2))
         laid_out = q.unflatten(0, (-1, self.rows)) if self.layout is None else take(q, self.layout)
-        keys, values = past.transpose(1, 2), context.transpose(1, 2)
-        if runs_kernel(laid_out, keys, values):
-            out, _ = cpu_kernels.causal_attention(laid_out, keys, values, self.starts, window, self.rounded)
-        else:
-            if window not in self.masks:
-                self.masks[window] = causal_mask(self.row_positions, self.width, window)[:, None]
-            queries = fold_groups(laid_out, k.shape[1])
-            out = unfold_groups(masked_attention(queries, past, context, self.masks[window]), self.rows)
+        if window not in self.masks:
+            self.masks[window] = causal_mask(self.row_positions, self.width, window)[:, None]
+        queries = fold_groups(laid_out, k.shape[1])
+        out = unfold_groups(masked_attention(queries, past, context, self.masks[window]), self.rows)
         return out.flatten(0, 1) if self.layout is None else take(out.flatten(0, 1), self.flat)
+
+    @functools.cached_property
+    def places(self) -> TokenRows:
+        """Where torch's operations store the keys and values of tokens."""
+        return self.cache.locate(*self._written)
 
     def _attend_in_pages(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         blocks, narrow = self.cache.addresses()[layer], self.cache.blocks[0].dtype == torch.bfloat16
