@@ -276,13 +276,8 @@ def compare(
         order = (ours, peer) if i % 2 else (peer, ours)
         answers = {id(worker): worker.send("step") for worker in order}
         rows.append((answers[id(ours)], answers[id(peer)]))
-    norms = rows[0][0]["grad_norm"], rows[0][1]["grad_norm"]
     for worker in (ours, peer):
         worker.close()
-    # Both draw their own adapter. In bf16 ours is .3 % from the norm in fp32 in the RL task, the peer's 4.5 %.
-    tolerance = 0.1 if task["lora_rank"] else 2e-3 if dtype == "float32" else 5e-2
-    if abs(norms[0] - norms[1]) > tolerance * norms[1]:
-        raise SystemExit(f"{name}, {task_name}, {dtype}: gradient norms {norms} differ: not the same work")
     mine, theirs = ([row[side]["cpu_seconds"] for row in rows[1:]] for side in (0, 1))
     ratios = [b / a for a, b in zip(mine, theirs, strict=True)]
     wall = [b["seconds"] / a["seconds"] for a, b in rows[1:]]
@@ -299,8 +294,28 @@ def compare(
         load=os.getloadavg()[0],
         ours_options=best,
         peer_options=peer_best,
-        grad_norms=norms,
+        grad_norms=(rows[0][0]["grad_norm"], rows[0][1]["grad_norm"]),
     )
+
+
+def check_norms(result: Result, results: Sequence[Result]) -> str:
+    """What is wrong with the norms of the first gradients: both sides must do the same work; empty if nothing is.
+
+    In bfloat16 both are compared with ours in float32, if that was measured. RL on one processor: ours is .3 % from it,
+    the peer 4.5 %; on one with AMX, which rounds the peer's attention as well, 7 %.
+    """
+    exact = [r for r in results if (r.model, r.task, r.dtype) == (result.model, result.task, "float32")]
+    reference = exact[0].grad_norms[0] if exact else result.grad_norms[1]
+    if "lora" in result.task:  # both draw their own adapter
+        limits = (0.1, 0.1)
+    elif result.dtype == "float32":
+        limits = (2e-3, 2e-3)
+    else:
+        limits = (0.02 if exact else 0.1, 0.1)
+    if all(abs(x - reference) <= limit * reference for x, limit in zip(result.grad_norms, limits, strict=True)):
+        return ""
+    norms = f"ours {result.grad_norms[0]:.4g}, TRL's {result.grad_norms[1]:.4g}, reference {reference:.4g}"
+    return f"{result.model}, {result.task}, {result.dtype}: gradient norms differ: {norms}"
 
 
 def count_packed_rows(task: dict[str, Any]) -> int:
@@ -360,11 +375,13 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     peer_python = prepare_peer(arguments.peer_env)
     machine = describe_machine(arguments.threads) | {"packages": PEER, "seq_len": arguments.seq_len}
-    results = []
+    results: list[Result] = []
+    wrong: list[str] = []
     for name in arguments.models:
         for task_name, dtype in itertools.product(arguments.tasks, arguments.dtypes):
             result = compare(name, task_name, dtype, arguments, out, peer_python)
             results.append(result)
+            wrong += filter(None, [check_norms(result, results)])
             speed = f"{result.ratio:.2f} of TRL, {result.ours:,.0f} tokens/CPU-s"
             print(f"{name}: {task_name}, {dtype}: {speed}", flush=True)
     rows = [
@@ -378,7 +395,10 @@ def main() -> int:
         )
         for result in results
     ]
-    return finish("trainer", rows, machine, [asdict(result) for result in results], arguments.output)
+    code = finish("trainer", rows, machine, [asdict(result) for result in results], arguments.output)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+    return code
 
 
 if __name__ == "__main__":

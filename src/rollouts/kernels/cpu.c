@@ -2317,13 +2317,13 @@ static void norm_rows(float *x, const float *added, const float *weight, float e
   }
 }
 
-/* Logits of the next token, [rows, vocab]. `columns` has, for each layer, the addresses of the key columns and then of
- * the value columns; `work` has rows x (2 hidden + 2 widest) elements. */
+/* Logits of the next tokens, [num_wanted, vocab], of the `wanted` rows. `columns` has, for each layer, the addresses of
+ * the key columns and then of the value columns; `work` has rows x (2 hidden + 2 widest) elements. */
 void decode(const Shape *s, const Layer *layers, const void *embedding, const float *last_norm, const void *head,
             float eps, const float *cos, const float *sin, const int64_t *tokens, const int64_t *positions,
             void *const *columns, int64_t num_columns, const int32_t *source, float *work, int64_t widest,
-            float *scratch, float *logits, int64_t rows, const Delta *deltas, const DeltaRows *items,
-            int64_t num_items) {
+            float *scratch, float *logits, int64_t rows, const int64_t *wanted, int64_t num_wanted,
+            const Delta *deltas, const DeltaRows *items, int64_t num_items) {
   int64_t hidden = s->hidden, inner = s->inner, width = s->heads * s->size, n = s->scratch_size;
   int narrow = (int)s->narrow, format = (int)s->format;
 #ifdef _OPENMP
@@ -2379,6 +2379,9 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
       CHANGE(6, z, inner, s->block_inner, y, hidden, hidden);
     }
     norm_rows(x, y, last_norm, eps, normed, rows, hidden);
-    product(&last, NULL, normed, logits, scratch, n, rows);
+    STATIC_FOR
+    for (int64_t r = 0; r < num_wanted; r++)
+      memcpy(x + r * hidden, normed + wanted[r] * hidden, sizeof(float) * (size_t)hidden);
+    product(&last, NULL, x, logits, scratch, n, num_wanted);
   }
 }

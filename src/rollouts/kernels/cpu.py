@@ -114,7 +114,7 @@ SIGNATURES = {
     "unpack": [_P, _P, _I, _I, _I, _I],
     "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "add_deltas": [_P, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I],
-    "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I, _P, _P, _I],
+    "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I, _P, _I, _P, _P, _I],
 }
 STRUCTS = {
     "shape_struct_size": ShapeStruct,

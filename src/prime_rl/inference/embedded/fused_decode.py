@@ -95,9 +95,15 @@ class FusedDecode(DecodeBackend):
         self._shares = metadata.num_shared_blocks > 0
         self._addresses = cache.addresses()[:, :, : self._num_blocks].contiguous()
 
-    def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
-        """Decode one step; returns logits, valid until the next step, and writes keys and values to the cache."""
+    def __call__(
+        self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64], wanted: NDArray[np.int64] | None = None
+    ) -> Float[Tensor, "wanted vocab"]:
+        """Decode one step, writing keys and values to the cache; returns the logits of the `wanted` rows (None: all).
+
+        They are valid until the next step.
+        """
         decoder, rows = self._decoder, len(positions)
+        wanted = np.arange(rows) if wanted is None else wanted
         shape, length = decoder.shape, int(positions.max()) + 1
         shape.threads = torch.get_num_threads()
         scores = (length + LANES) * decoder.group
@@ -106,12 +112,12 @@ class FusedDecode(DecodeBackend):
         if self._shares:  # a flag for each block, and its keys as transposed by the kernel
             shape.scratch_size += _in_lanes(self._num_blocks) + self._num_blocks * BLOCK * shape.size
         work = torch.empty(rows * 2 * (decoder.hidden + self._widest))
-        scratch, logits = torch.empty(shape.threads * shape.scratch_size), self._logits
+        scratch, logits = torch.empty(shape.threads * shape.scratch_size), self._logits[: len(wanted)]
         cpu_kernels.call(
             "decode",
             *(ctypes.addressof(shape), ctypes.addressof(decoder.layers), *decoder.ends, decoder.eps),
             *(*decoder.rope(length), tokens, positions.ctypes.data, self._addresses, self._num_blocks, self._tables),
-            *(work, self._widest, scratch, logits, rows),
+            *(work, self._widest, scratch, logits, rows, wanted.ctypes.data, len(wanted)),
             *((None, None, 0) if self._changes is None else self._changes.arguments),
         )
         return logits

@@ -29,6 +29,9 @@ from prime_rl.inference.embedded.scheduler import ScheduledBatch
 from prime_rl.inference.embedded.sequence import Sequence
 from rollouts.training.sampling_support import decode_supports
 
+SHORT_CHUNKS = 64
+"""Tokens of chunks up to which the fused decode step computes them, a row for each: it takes half of the time."""
+
 NOISE_STEPS = 16
 """Steps whose random numbers are drawn at once, and copied to a GPU at once."""
 
@@ -185,8 +188,46 @@ class ModelRunner:
         return self._prefill(batch) if batch.chunks else self._decode(batch)
 
     def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:
+        seqs, metadata = batch.sequences, self._blocks.prefill_metadata(batch.sequences, batch.chunks)
+        sampled = [i for i in batch.completed if seqs[i].params.max_tokens]
+        logits = self._compute_short(batch, metadata, sampled)
+        if logits is None:
+            logits = self._compute_chunks(batch, metadata, sampled)
+        if not sampled:
+            return None
+        rows = [seqs[i] for i in sampled]
+        return sample(logits, build_sampling_batch(rows, self._device), np.array([len(seq.tokens) for seq in rows]))
+
+    def _compute_short(
+        self, batch: ScheduledBatch, metadata: AttentionMetadata, wanted: list[int]
+    ) -> Float[Tensor, "wanted vocab"] | None:
+        """Next-token logits of the `wanted` chunks by the fused decode step; None where it cannot compute them.
+
+        The rows of a chunk are in descending order of position, as in `DecodeBatch`.
+        """
+        fused, counts = self.decoder.fused, metadata.lengths
+        is_written = metadata.first_written is not None and bool((metadata.first_written > metadata.starts).any())
+        is_short = counts.sum() <= SHORT_CHUNKS and not is_written
+        if fused is None or not is_short or any(seq.wants_scores for seq in batch.sequences):
+            return None
+        changes = self._route(batch.sequences, counts.tolist())
+        if changes is not None and changes.batch is None:
+            return None
+        firsts = np.cumsum(counts) - counts
+        positions = np.repeat(metadata.starts + counts + firsts, counts) - np.arange(counts.sum()) - 1
+        tokens: list[int] = []
+        for seq, chunk in zip(batch.sequences, batch.chunks, strict=True):
+            tokens += reversed(seq.tokens[chunk.start : chunk.start + chunk.length])
+        tables = np.ascontiguousarray(metadata.block_tables.repeat(counts, axis=1))
+        rows = AttentionMetadata(metadata.slots.repeat(counts), positions, np.ones_like(positions), tables)
+        step = FusedDecode(fused, self._blocks.cache, rows, None if changes is None else changes.batch)
+        return step(torch.tensor(tokens), positions, firsts[wanted])
+
+    def _compute_chunks(
+        self, batch: ScheduledBatch, metadata: AttentionMetadata, wanted: list[int]
+    ) -> Float[Tensor, "wanted vocab"]:
+        """Next-token logits of the `wanted` chunks, by a pass over whole chunks, which also scores prompts."""
         seqs, chunks = batch.sequences, batch.chunks
-        metadata = self._blocks.prefill_metadata(seqs, chunks)
         attend = build_gathered(self.decoder, self._blocks.cache, metadata)
         pairs = list(zip(seqs, chunks, strict=True))
         flat = [token for seq, c in pairs for token in seq.tokens[c.start : c.start + c.length]]
@@ -204,12 +245,9 @@ class ModelRunner:
         for (seq, chunk), end in zip(pairs, ends.tolist(), strict=True):
             if seq.wants_scores:
                 self._score(seq, chunk, hidden[end - chunk.length : end])
-        sampled = [i for i in batch.completed if seqs[i].params.max_tokens]
-        if not sampled:
-            return None
-        rows = [seqs[i] for i in sampled]
-        logits = self.decoder.logits(hidden[ends[sampled] - 1], self._route(rows, [1] * len(rows)))
-        return sample(logits, build_sampling_batch(rows, self._device), np.array([len(seq.tokens) for seq in rows]))
+        if not wanted:
+            return hidden.new_empty(0, self.decoder.model.config.vocab_size)
+        return self.decoder.logits(hidden[ends[wanted] - 1], self._route([seqs[i] for i in wanted], [1] * len(wanted)))
 
     def _score(self, seq: Sequence, chunk: Chunk, hidden: Float[Tensor, "rows hidden"]) -> None:
         """Score the prompt tokens predicted by a chunk."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from prime_rl.inference.embedded import adapters
+from prime_rl.inference.embedded import adapters, model_runner
 from prime_rl.inference.embedded.attention import DecodeBackend
 from prime_rl.inference.embedded.cuda_graphs import GraphDecode, Step
 from prime_rl.inference.embedded.engine import EmbeddedEngine
@@ -159,6 +159,36 @@ INT8 = pytest.param(
     *("qwen3", {"exact": False, "quantization": "int8"}),
     marks=pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc"),
 )
+
+
+@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("float32", {}), ("bfloat16", {}), ("bfloat16", {"exact": False}), ("float32", INT8.values[1])],
+)
+def test_short_prompts_are_computed_by_the_decode_kernel(
+    dtype: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row for each of their tokens, with the bits of a pass over chunks; and so are continued ones."""
+    wanted: list[int] = []
+    call = FusedDecode.__call__
+
+    def record(self: FusedDecode, tokens: Any, positions: Any, rows: Any = None) -> torch.Tensor:
+        wanted.extend([] if rows is None else [len(tokens), len(rows)])
+        return call(self, tokens, positions, rows)
+
+    monkeypatch.setattr(FusedDecode, "__call__", record)
+    rng = random.Random(0)
+    first = rng.choices(range(128), k=260)
+    prompts = [[*first, 5], *(rng.choices(range(128), k=length) for length in (1, 9, 30, 16, 2, 40)), [*first, 6, 7, 8]]
+    outputs = []
+    for most in (model_runner.SHORT_CHUNKS, 0):
+        monkeypatch.setattr(model_runner, "SHORT_CHUNKS", most)
+        engine = EmbeddedEngine(build_model("qwen3").to(getattr(torch, dtype)), **options)
+        held = [output for prompt in prompts for output in run(engine, [prompt], 3)[0]]
+        outputs.append([*held, *run(engine, [[100, *prompt] for prompt in prompts[1:5]], 3)[0]])
+        assert most == 0 or wanted == [1, 1, 9, 1, 30, 1, 16, 1, 2, 1, 40, 1, 3, 1, 60, 4], wanted
+    assert [(o.token_ids, o.logprobs) for o in outputs[0]] == [(o.token_ids, o.logprobs) for o in outputs[1]]
 
 
 @pytest.mark.parametrize("packs", [True, False])
