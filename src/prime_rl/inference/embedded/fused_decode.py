@@ -82,28 +82,31 @@ class FusedDecoder:
 
 
 class FusedDecode(DecodeBackend):
-    """A batch decoded by the fused kernel, which takes the addresses of the cache blocks and the block tables."""
+    """A batch decoded by the fused kernel, which takes the addresses of the cache blocks and the block tables.
+
+    A step returns the logits of the `wanted` rows, by default of all of them; they are valid until the next step.
+    """
 
     def __init__(
-        self, decoder: FusedDecoder, cache: KVCache, metadata: AttentionMetadata, changes: DeltaBatch | None = None
+        self,
+        decoder: FusedDecoder,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+        changes: DeltaBatch | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> None:
         super().__init__(cache, metadata, metadata.next_boundary, reach=None)  # the tables lack the page of that block
         self._decoder, self._num_blocks, self._changes = decoder, int(metadata.starts.max()) // BLOCK + 1, changes
         self._widest = decoder.widest if changes is None else max(decoder.widest, 2 * decoder.inner)
-        self._logits = decoder.logits(len(metadata.slots))
+        self._wanted = torch.from_numpy(np.arange(len(metadata.slots)) if wanted is None else wanted)
+        self._logits = decoder.logits(len(self._wanted))
         self._tables = torch.from_numpy(metadata.block_tables)
         self._shares = metadata.num_shared_blocks > 0
         self._addresses = cache.addresses()[:, :, : self._num_blocks].contiguous()
 
-    def __call__(
-        self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64], wanted: NDArray[np.int64] | None = None
-    ) -> Float[Tensor, "wanted vocab"]:
-        """Decode one step, writing keys and values to the cache; returns the logits of the `wanted` rows (None: all).
-
-        They are valid until the next step.
-        """
+    def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "wanted vocab"]:
+        """Decode one step, writing keys and values to the cache."""
         decoder, rows = self._decoder, len(positions)
-        wanted = np.arange(rows) if wanted is None else wanted
         shape, length = decoder.shape, int(positions.max()) + 1
         shape.threads = torch.get_num_threads()
         scores = (length + LANES) * decoder.group
@@ -112,12 +115,12 @@ class FusedDecode(DecodeBackend):
         if self._shares:  # a flag for each block, and its keys as transposed by the kernel
             shape.scratch_size += _in_lanes(self._num_blocks) + self._num_blocks * BLOCK * shape.size
         work = torch.empty(rows * 2 * (decoder.hidden + self._widest))
-        scratch, logits = torch.empty(shape.threads * shape.scratch_size), self._logits[: len(wanted)]
+        scratch, logits = torch.empty(shape.threads * shape.scratch_size), self._logits
         cpu_kernels.call(
             "decode",
             *(ctypes.addressof(shape), ctypes.addressof(decoder.layers), *decoder.ends, decoder.eps),
             *(*decoder.rope(length), tokens, positions.ctypes.data, self._addresses, self._num_blocks, self._tables),
-            *(work, self._widest, scratch, logits, rows, wanted.ctypes.data, len(wanted)),
+            *(work, self._widest, scratch, logits, rows, self._wanted, len(self._wanted)),
             *((None, None, 0) if self._changes is None else self._changes.arguments),
         )
         return logits

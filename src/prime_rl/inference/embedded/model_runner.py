@@ -29,9 +29,6 @@ from prime_rl.inference.embedded.scheduler import ScheduledBatch
 from prime_rl.inference.embedded.sequence import Sequence
 from rollouts.training.sampling_support import decode_supports
 
-SHORT_CHUNKS = 64
-"""Tokens of chunks up to which the fused decode step computes them, a row for each: it takes half of the time."""
-
 NOISE_STEPS = 16
 """Steps whose random numbers are drawn at once, and copied to a GPU at once."""
 
@@ -190,7 +187,7 @@ class ModelRunner:
     def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:
         seqs, metadata = batch.sequences, self._blocks.prefill_metadata(batch.sequences, batch.chunks)
         sampled = [i for i in batch.completed if seqs[i].params.max_tokens]
-        logits = self._compute_short(batch, metadata, sampled)
+        logits = self._compute_rows(batch, metadata, sampled) if batch.is_short else None
         if logits is None:
             logits = self._compute_chunks(batch, metadata, sampled)
         if not sampled:
@@ -198,20 +195,16 @@ class ModelRunner:
         rows = [seqs[i] for i in sampled]
         return sample(logits, build_sampling_batch(rows, self._device), np.array([len(seq.tokens) for seq in rows]))
 
-    def _compute_short(
+    def _compute_rows(
         self, batch: ScheduledBatch, metadata: AttentionMetadata, wanted: list[int]
     ) -> Float[Tensor, "wanted vocab"] | None:
         """Next-token logits of the `wanted` chunks by the fused decode step; None where it cannot compute them.
 
-        The rows of a chunk are in descending order of position, as in `DecodeBatch`.
+        Every token is a row, those of a chunk in descending order of position, as in `DecodeBatch`.
         """
         fused, counts = self.decoder.fused, metadata.lengths
-        is_written = metadata.first_written is not None and bool((metadata.first_written > metadata.starts).any())
-        is_short = counts.sum() <= SHORT_CHUNKS and not is_written
-        if fused is None or not is_short or any(seq.wants_scores for seq in batch.sequences):
-            return None
         changes = self._route(batch.sequences, counts.tolist())
-        if changes is not None and changes.batch is None:
+        if fused is None or (changes is not None and changes.batch is None):
             return None
         firsts = np.cumsum(counts) - counts
         positions = np.repeat(metadata.starts + counts + firsts, counts) - np.arange(counts.sum()) - 1
@@ -220,8 +213,8 @@ class ModelRunner:
             tokens += reversed(seq.tokens[chunk.start : chunk.start + chunk.length])
         tables = np.ascontiguousarray(metadata.block_tables.repeat(counts, axis=1))
         rows = AttentionMetadata(metadata.slots.repeat(counts), positions, np.ones_like(positions), tables)
-        step = FusedDecode(fused, self._blocks.cache, rows, None if changes is None else changes.batch)
-        return step(torch.tensor(tokens), positions, firsts[wanted])
+        deltas = None if changes is None else changes.batch
+        return FusedDecode(fused, self._blocks.cache, rows, deltas, firsts[wanted])(torch.tensor(tokens), positions)
 
     def _compute_chunks(
         self, batch: ScheduledBatch, metadata: AttentionMetadata, wanted: list[int]

@@ -27,6 +27,9 @@ from rollouts.training.numerics import padded
 MAX_SCORES = 2048 * 2048
 """Maximum query rows x keys of a prefill pass, which bounds the memory of its attention scores."""
 
+MAX_CHUNK_ROWS = 256
+"""Tokens of chunks up to which a decode step may compute them, a row for each, beside those of the other sequences."""
+
 
 @dataclass(frozen=True)
 class ScheduledBatch:
@@ -43,6 +46,8 @@ class ScheduledBatch:
     drafts: Drafts = field(default_factory=list)
     in_flight: bool = False
     """The step has been started already, of these sequences and maybe others, which have ended since."""
+    is_short: bool = False
+    """The chunks are short, and those of all other sequences are their last tokens: a decode step can compute them."""
 
     @property
     def all_drafts(self) -> Drafts:
@@ -66,6 +71,8 @@ class Scheduler:
     min_rows: int
     pads_chunks: bool = True
     """Whether the chunks of a pass are padded to the longest one, and memory is needed for all of their scores."""
+    max_chunk_pairs: int = 0
+    """Queries x keys of chunks up to which a decode step is the fastest way to compute them; 0: it cannot."""
     drafter: Drafter | None = None
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
@@ -93,8 +100,13 @@ class Scheduler:
             is_closed = not self.waiting and not self._is_fed
             drafts = self.drafter.propose(self.running, is_closed) if self.drafter is not None else []
             return ScheduledBatch(self.running, [], admitted, self._revision, drafts)
+        is_short = self._can_be_rows(chosen)
+        if is_short:
+            pending = set(map(id, self._pending))
+            decoding = [seq for seq in self.running if id(seq) not in pending]
+            chosen += [(seq, Chunk(len(seq.tokens) - 1, 1)) for seq in decoding]
         seqs, chunks = zip(*chosen, strict=True)
-        return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision)
+        return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision, is_short=is_short)
 
     def postprocess(self, batch: ScheduledBatch, sampled: SamplerOutput | None, seconds: float) -> list[Event]:
         """Append the sampled tokens and finish completed sequences; returns stream updates, then outputs.
@@ -210,6 +222,15 @@ class Scheduler:
             rows, keys = new_rows, new_keys
             chosen.append((seq, Chunk(seq.num_cached, length)))
         return chosen
+
+    def _can_be_rows(self, chunks: list[tuple[Sequence, Chunk]]) -> bool:
+        """Whether a decode step should compute these chunks: it returns no scores, writes all keys, and reads the keys
+        of a sequence for every row."""
+        if sum(chunk.length for _, chunk in chunks) > MAX_CHUNK_ROWS:
+            return False
+        if sum(chunk.length * (chunk.start + chunk.length) for _, chunk in chunks) > self.max_chunk_pairs:
+            return False
+        return all(not seq.wants_scores and chunk.start >= BLOCK * seq.num_shared_blocks for seq, chunk in chunks)
 
     def _append(self, seqs: list[Sequence], sampled: SamplerOutput, drafts: Drafts | None = None) -> list[Event]:
         """Append the sampled tokens; a sequence with a non-finite log-prob, usually of overflowed weights, fails."""

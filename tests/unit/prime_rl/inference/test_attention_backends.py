@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from prime_rl.inference.embedded import adapters, model_runner
+from prime_rl.inference.embedded import adapters, model_runner, scheduler
 from prime_rl.inference.embedded.attention import DecodeBackend
 from prime_rl.inference.embedded.cuda_graphs import GraphDecode, Step
 from prime_rl.inference.embedded.engine import EmbeddedEngine
@@ -170,24 +170,24 @@ def test_short_prompts_are_computed_by_the_decode_kernel(
     dtype: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row for each of their tokens, with the bits of a pass over chunks; and so are continued ones."""
-    wanted: list[int] = []
-    call = FusedDecode.__call__
+    steps: list[tuple[int, int]] = []
 
-    def record(self: FusedDecode, tokens: Any, positions: Any, rows: Any = None) -> torch.Tensor:
-        wanted.extend([] if rows is None else [len(tokens), len(rows)])
-        return call(self, tokens, positions, rows)
+    class Recorded(FusedDecode):
+        def __init__(self, decoder: Any, cache: Any, metadata: Any, changes: Any = None, wanted: Any = None) -> None:
+            super().__init__(decoder, cache, metadata, changes, wanted)
+            steps.extend([] if wanted is None else [(len(metadata.slots), len(wanted))])
 
-    monkeypatch.setattr(FusedDecode, "__call__", record)
+    monkeypatch.setattr(model_runner, "FusedDecode", Recorded)
     rng = random.Random(0)
     first = rng.choices(range(128), k=260)
     prompts = [[*first, 5], *(rng.choices(range(128), k=length) for length in (1, 9, 30, 16, 2, 40)), [*first, 6, 7, 8]]
     outputs = []
-    for most in (model_runner.SHORT_CHUNKS, 0):
-        monkeypatch.setattr(model_runner, "SHORT_CHUNKS", most)
+    for most in (scheduler.MAX_CHUNK_ROWS, 0):
+        monkeypatch.setattr(scheduler, "MAX_CHUNK_ROWS", most)
         engine = EmbeddedEngine(build_model("qwen3").to(getattr(torch, dtype)), **options)
         held = [output for prompt in prompts for output in run(engine, [prompt], 3)[0]]
         outputs.append([*held, *run(engine, [[100, *prompt] for prompt in prompts[1:5]], 3)[0]])
-        assert most == 0 or wanted == [1, 1, 9, 1, 30, 1, 16, 1, 2, 1, 40, 1, 3, 1, 60, 4], wanted
+        assert steps == [(1, 1), (9, 1), (30, 1), (16, 1), (2, 1), (40, 1), (3, 1), (60, 4)]
     assert [(o.token_ids, o.logprobs) for o in outputs[0]] == [(o.token_ids, o.logprobs) for o in outputs[1]]
 
 

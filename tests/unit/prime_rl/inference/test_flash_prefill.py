@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prime_rl.inference.embedded import attention, model_runner
+from prime_rl.inference.embedded import attention, model_runner, scheduler
 from prime_rl.inference.embedded.attention import FlashPrefill, list_ends, list_positions
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
@@ -87,6 +87,7 @@ def test_flash_prefill_equals_gathered_attention(budget: int, has_pages: bool, m
         built.append(bool(metadata.starts.any()))
         return FlashPrefill(cache, metadata, gpu)
 
+    monkeypatch.setattr(scheduler, "MAX_CHUNK_ROWS", 0)
     monkeypatch.setattr(attention, "flash_attention", attend)
     monkeypatch.setattr(model_runner, "build_gathered", build)
     found = run(requests, has_pages, max_num_batched_tokens=budget)

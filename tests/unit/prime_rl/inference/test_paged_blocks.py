@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prime_rl.inference.embedded import scheduler
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK, FIRST_PAGES
 from prime_rl.inference.embedded.paged_blocks import PADDING, PagedBlocks, PagePool
@@ -75,6 +76,7 @@ def test_a_page_is_taken_once_and_free_after_its_last_owner(steps: list[tuple[in
 
 @needs_kernels
 def test_a_group_holds_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_CHUNK_ROWS", 0)  # so that `store_in_pages` writes the keys
     engine, blocks = build_engine(speculation=False)
     add_group(engine, draw_prompt(2 * BLOCK), [30] * 6)
     written: list[int] = []
