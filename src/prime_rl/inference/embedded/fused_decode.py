@@ -120,7 +120,7 @@ class FusedDecode(DecodeBackend):
             "decode",
             *(ctypes.addressof(shape), ctypes.addressof(decoder.layers), *decoder.ends, decoder.eps),
             *(*decoder.rope(length), tokens, positions.ctypes.data, self._addresses, self._num_blocks, self._tables),
-            *(work, self._widest, scratch, logits, rows, self._wanted, len(self._wanted)),
+            *(work, self._widest, scratch, logits, rows, self._wanted, logits.shape[0]),
             *((None, None, 0) if self._changes is None else self._changes.arguments),
         )
         return logits
