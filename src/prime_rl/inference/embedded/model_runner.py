@@ -187,9 +187,8 @@ class ModelRunner:
     def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:
         seqs, metadata = batch.sequences, self._blocks.prefill_metadata(batch.sequences, batch.chunks)
         sampled = [i for i in batch.completed if seqs[i].params.max_tokens]
-        logits = self._compute_rows(batch, metadata, sampled) if batch.is_short else None
-        if logits is None:
-            logits = self._compute_chunks(batch, metadata, sampled)
+        compute = self._compute_rows if batch.is_short else self._compute_chunks
+        logits = compute(batch, metadata, sampled)
         if not sampled:
             return None
         rows = [seqs[i] for i in sampled]
@@ -197,15 +196,14 @@ class ModelRunner:
 
     def _compute_rows(
         self, batch: ScheduledBatch, metadata: AttentionMetadata, wanted: list[int]
-    ) -> Float[Tensor, "wanted vocab"] | None:
-        """Next-token logits of the `wanted` chunks by the fused decode step; None where it cannot compute them.
+    ) -> Float[Tensor, "wanted vocab"]:
+        """Next-token logits of the `wanted` chunks by the fused decode step.
 
         Every token is a row, those of a chunk in descending order of position, as in `DecodeBatch`.
         """
         fused, counts = self.decoder.fused, metadata.lengths
         changes = self._route(batch.sequences, counts.tolist())
-        if fused is None or (changes is not None and changes.batch is None):
-            return None
+        assert fused is not None and (changes is None or changes.batch is not None), "see `Scheduler.max_chunk_pairs`"
         firsts = np.cumsum(counts) - counts
         positions = np.repeat(metadata.starts + counts + firsts, counts) - np.arange(counts.sum()) - 1
         tokens: list[int] = []

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from prime_rl.inference.embedded.adapters import Adapters
 from prime_rl.inference.embedded.attention import Chunk
 from prime_rl.inference.embedded.block_manager import BlockManager
 from prime_rl.inference.embedded.kv_cache import BLOCK
@@ -73,6 +74,7 @@ class Scheduler:
     """Whether the chunks of a pass are padded to the longest one, and memory is needed for all of their scores."""
     max_chunk_pairs: int = 0
     """Queries x keys of chunks up to which a decode step is the fastest way to compute them; 0: it cannot."""
+    adapters: Adapters | None = None
     drafter: Drafter | None = None
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
@@ -224,11 +226,13 @@ class Scheduler:
         return chosen
 
     def _can_be_rows(self, chunks: list[tuple[Sequence, Chunk]]) -> bool:
-        """Whether a decode step should compute these chunks: it returns no scores, writes all keys, and reads the keys
-        of a sequence for every row."""
+        """Whether a decode step should compute these chunks: it returns no scores, writes all keys, reads the keys of a
+        sequence for every row, and does not support all adapters."""
         if sum(chunk.length for _, chunk in chunks) > MAX_CHUNK_ROWS:
             return False
         if sum(chunk.length * (chunk.start + chunk.length) for _, chunk in chunks) > self.max_chunk_pairs:
+            return False
+        if self.adapters is not None and not self.adapters.are_packed({seq.request.adapter for seq in self.running}):
             return False
         return all(not seq.wants_scores and chunk.start >= BLOCK * seq.num_shared_blocks for seq, chunk in chunks)
 

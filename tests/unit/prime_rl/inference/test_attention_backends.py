@@ -191,12 +191,11 @@ def test_short_prompts_are_computed_by_the_decode_kernel(
     assert [(o.token_ids, o.logprobs) for o in outputs[0]] == [(o.token_ids, o.logprobs) for o in outputs[1]]
 
 
-@pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize(("model_name", "options"), [*((name, {}) for name in MODELS), INT8])
-def test_adapter_equals_its_trainer(
-    model_name: str, options: dict[str, Any], packs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not packs:  # as if the kernel did not support the adapter
+def build_adapted(
+    model_name: str, packs: bool, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[CausalLM, CausalLM, EmbeddedEngine]:
+    """A model, the same with an adapter, and an engine that serves it as "a", in the kernel only if it `packs`."""
+    if not packs:
         monkeypatch.setattr(adapters, "pack_adapter", lambda changes, num_layers: None)
     model, adapted = build_model(model_name), build_model(model_name)
     engine = EmbeddedEngine(build_model(model_name), **options)
@@ -204,6 +203,15 @@ def test_adapter_equals_its_trainer(
     for tensor in adapter_tensors(adapted).values():
         tensor.data.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)), alpha=0.1)
     engine.load_adapter("a", peft_tensors(adapted), AdapterSpec(4, 8.0, 0))
+    return model, adapted, engine
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(("model_name", "options"), [*((name, {}) for name in MODELS), INT8])
+def test_adapter_equals_its_trainer(
+    model_name: str, options: dict[str, Any], packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapted, engine = build_adapted(model_name, packs, monkeypatch, **options)
     outputs, backends = run(engine, draw_prompts("different", engine), 20, (None, "a"))
     if model_name == "gemma3" or cpu_kernels.library() is None:
         assert backends == {EagerDecode}
@@ -214,6 +222,30 @@ def test_adapter_equals_its_trainer(
     assert {output.request.adapter for output in outputs} == {None, "a"}
     for output in outputs:
         check_trainer(output, adapted if output.request.adapter else model, 0.5 if options else 0.0)
+
+
+@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_short_prompt_joins_decoding_if_the_kernel_supports_all_adapters(
+    packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a pass over chunks would pad the decoding sequences to its length."""
+    model, adapted, engine = build_adapted("qwen3", packs, monkeypatch)
+    sizes: list[int] = []
+    compute = engine._runner.run
+
+    def record(batch: scheduler.ScheduledBatch) -> Any:
+        sizes.append(len(batch.chunks))
+        return compute(batch)
+
+    monkeypatch.setattr(engine._runner, "run", record)
+    engine.add(GenerationRequest([1, 2, 3], SamplingParams(max_tokens=8, temperature=0.8), adapter="a"))
+    for _ in range(3):
+        engine.step()
+    outputs, _ = run(engine, [[4, 5, 6, 7, 8]], 4)
+    assert sizes[:4] == [1, 0, 0, 2 if packs else 1] and len(outputs) == 2
+    for output in outputs:
+        check_trainer(output, adapted if output.request.adapter else model, 0.0)
 
 
 def test_new_weights_equal_the_trainer() -> None:
