@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -409,20 +410,20 @@ def running_server(kind: str, argv: list[str], threads: int, port: int, log: Pat
             process.kill()
 
 
-async def load(address: str, model: str, prompts: list[list[int]], new: int, clients: int) -> float:
-    """Seconds until `clients` clients have had all prompts answered, with log-probs and token ids.
+async def load(address: str, model: str, prompts: list[list[int]], lengths: list[int], clients: int) -> float:
+    """Seconds until `clients` clients have had all prompts answered by so many tokens, with log-probs and token ids.
 
     Uses the project's client for both servers: the pool of `httpx` would take more CPU than a server.
     """
     from prime_rl.client.http import HttpPool
 
-    queue = list(enumerate(prompts))
+    queue = list(zip(range(len(prompts)), prompts, lengths, strict=True))
     pool = HttpPool(address, max_connections=clients, timeout_s=600)
     headers = {"content-type": "application/json"}
 
     async def work() -> None:
         while queue:
-            seed, prompt = queue.pop()
+            seed, prompt, new = queue.pop()
             body = {
                 "model": model,
                 "prompt": prompt,
@@ -448,13 +449,15 @@ async def load(address: str, model: str, prompts: list[list[int]], new: int, cli
 def measure_http(
     size: str, dtype: str, arguments: argparse.Namespace, python: str, work: Path
 ) -> tuple[list[Row], Any]:
-    """Both servers with 64 clients, taking turns."""
+    """Both servers with 64 clients, taking turns. Answers of one length start and end together, others do not."""
     from prime_rl.runtime.machine import find_free_port
 
     model_dir = write_model(size, work / size)
     new = arguments.new or (32 if arguments.quick else 128)
-    case = Case("HTTP, 64 clients", 128, 1, arguments.prompt or PROMPTS[0], new, read_vocab(model_dir))
-    seconds: dict[str, list[float]] = {kind: [] for kind in SERVERS}
+    vocab, prompt = read_vocab(model_dir), arguments.prompt or PROMPTS[0]
+    cases = [Case("HTTP, 64 clients", 128, 1, prompt, new, vocab)]
+    cases.append(Case(f"HTTP, 64 clients, {new // 2} to {new + new // 2} tokens", 256, 1, prompt, new, vocab))
+    rates: dict[str, dict[str, list[float]]] = {case.name: {kind: [] for kind in SERVERS} for case in cases}
     with ExitStack() as stack:
         address = {}
         for kind in SERVERS:
@@ -462,17 +465,20 @@ def measure_http(
             argv = server_command(kind, model_dir, dtype, port, python, arguments.vllm_eager)
             log = work / f"{kind}.log"
             address[kind] = stack.enter_context(running_server(kind, argv, arguments.threads, port, log))
-        for repeat in range(-1, arguments.repeats):
-            for kind in SERVERS:
-                prompts = case.prompts(repeat)
-                took = asyncio.run(load(address[kind], str(model_dir), prompts, case.new, clients=64))
-                if repeat >= 0:
-                    seconds[kind].append(took)
-                show(f"{size} {dtype} {case.name}: {kind} {case.tokens / took:,.0f} tok/s")
-    rate = {kind: [case.tokens / s for s in seconds[kind]] for kind in SERVERS}
-    ours, theirs = (statistics.median(rate[kind]) for kind in SERVERS)
-    detail = f"{ours:,.0f} tok/s, vllm {theirs:,.0f}"
-    return [Row(f"{size} {dtype}, {case.name}: vLLM's server", ours / theirs, ">=", 1.5, detail)], rate
+        for repeat, case, kind in itertools.product(range(-1, arguments.repeats), cases, SERVERS):
+            rng = random.Random(repeat)
+            spread = 0 if case is cases[0] else new // 2
+            lengths = [new + rng.randint(-spread, spread) for _ in range(case.num)]
+            took = asyncio.run(load(address[kind], str(model_dir), case.prompts(repeat), lengths, clients=64))
+            if repeat >= 0:
+                rates[case.name][kind].append(sum(lengths) / took)
+            show(f"{size} {dtype} {case.name}: {kind} {sum(lengths) / took:,.0f} tok/s")
+    rows = []
+    for name, rate in rates.items():
+        ours, theirs = (statistics.median(rate[kind]) for kind in SERVERS)
+        detail = f"{ours:,.0f} tok/s, vllm {theirs:,.0f}"
+        rows.append(Row(f"{size} {dtype}, {name}: vLLM's server", ours / theirs, ">=", 1.5, detail))
+    return rows, rates
 
 
 def show(line: str) -> None:
