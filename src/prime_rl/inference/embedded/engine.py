@@ -53,7 +53,7 @@ PADDED_TOKENS, FLASH_TOKENS = 2048, 8192
 """Default prompt tokens of a pass: with their attention scores in memory, and without."""
 
 MAX_ROW_WORK = 1 << 24
-"""Queries x keys x heads x dimensions of prompt chunks up to which the fused decode step computes them.
+"""Pairs of query and key x heads x dimensions of prompt chunks up to which the fused decode step computes them.
 
 SmolLM2: it takes half as long as a pass over chunks for 64 tokens, as long for 64 after 500 or 16 after 2,000 others.
 """

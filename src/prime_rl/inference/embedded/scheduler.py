@@ -73,7 +73,7 @@ class Scheduler:
     pads_chunks: bool = True
     """Whether the chunks of a pass are padded to the longest one, and memory is needed for all of their scores."""
     max_chunk_pairs: int = 0
-    """Queries x keys of chunks up to which a decode step is the fastest way to compute them; 0: it cannot."""
+    """Pairs of query and key of chunks up to which a decode step is the fastest way to compute them; 0: it cannot."""
     adapters: Adapters | None = None
     drafter: Drafter | None = None
     waiting: deque[Sequence] = field(default_factory=deque)
@@ -230,7 +230,7 @@ class Scheduler:
         sequence for every row, and does not support all adapters."""
         if sum(chunk.length for _, chunk in chunks) > MAX_CHUNK_ROWS:
             return False
-        if sum(chunk.length * (chunk.start + chunk.length) for _, chunk in chunks) > self.max_chunk_pairs:
+        if sum(chunk.length * (chunk.start + chunk.length // 2) for _, chunk in chunks) > self.max_chunk_pairs:
             return False
         if self.adapters is not None and not self.adapters.are_packed({seq.request.adapter for seq in self.running}):
             return False
