@@ -147,7 +147,10 @@ def build_gathered(
 
 
 class ModelRunner:
-    """Computes scheduled batches with one model: prompts in chunks, then one token per sequence and step."""
+    """Computes scheduled batches with one model: prompts in chunks, then one token per sequence and step.
+
+    Short chunks are computed in the step of the other sequences' tokens.
+    """
 
     def __init__(
         self,

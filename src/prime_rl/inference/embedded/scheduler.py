@@ -1,7 +1,8 @@
 """Scheduler: selects the sequences of the next forward pass, prefill first, then one decode token each.
 
-waiting -> running -> finished. The slot of a running sequence is its index in `running`. When the cache is full, the
-newest sequence is preempted to the front of the queue and recomputed later.
+Short chunks of prompts are computed together with decode tokens. waiting -> running -> finished. The slot of a running
+sequence is its index in `running`. When the cache is full, the newest sequence is preempted to the front of the queue
+and recomputed later.
 """
 
 from __future__ import annotations
