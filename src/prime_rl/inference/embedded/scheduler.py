@@ -231,7 +231,8 @@ class Scheduler:
         sequence for every row, and does not support all adapters."""
         if sum(chunk.length for _, chunk in chunks) > MAX_CHUNK_ROWS:
             return False
-        if sum(chunk.length * (chunk.start + chunk.length // 2) for _, chunk in chunks) > self.max_chunk_pairs:
+        pairs = sum(chunk.length * (2 * chunk.start + chunk.length + 1) // 2 for _, chunk in chunks)
+        if pairs > self.max_chunk_pairs:
             return False
         if self.adapters is not None and not self.adapters.are_packed({seq.request.adapter for seq in self.running}):
             return False

@@ -226,9 +226,7 @@ def test_adapter_equals_its_trainer(
 
 @pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
 @pytest.mark.parametrize("packs", [True, False])
-def test_a_short_prompt_joins_decoding_if_the_kernel_supports_all_adapters(
-    packs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_prompt_joins_decoding_with_packed_adapters(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a pass over chunks would pad the decoding sequences to its length."""
     model, adapted, engine = build_adapted("qwen3", packs, monkeypatch)
     sizes: list[int] = []
