@@ -22,6 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
+from prime_rl.inference.embedded.scheduler import Scheduler
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
@@ -52,12 +53,13 @@ class RecordedLayer:
 
 
 def run_engine(
-    engine: EmbeddedEngine, decoder: PreparedDecoder, request: GenerationRequest
+    engine: EmbeddedEngine, scheduler: Scheduler, decoder: PreparedDecoder, request: GenerationRequest
 ) -> tuple[Output, list[Tensor]]:
     """The completion, and the residual stream after each layer: [tokens, hidden]."""
     kept: list[list[Tensor]] = [[] for _ in decoder.layers]
     decoder.layers = [RecordedLayer(layer, states) for layer, states in zip(decoder.layers, kept, strict=True)]
-    decoder.fused = None  # computes all layers in one call, with the same bits in exact mode
+    # The fused step computes all layers in one call, with the same bits in exact mode.
+    decoder.fused, scheduler.max_chunk_pairs = None, 0
     engine.add(request)
     while engine.has_work():
         for event in engine.step():
@@ -118,7 +120,7 @@ def main() -> int:
     trained = trained.to(dtype).to(arithmetic_dtype(dtype, torch.device("cpu"))).requires_grad_(False)
     prompt = random.Random(arguments.seed).choices(range(trained.config.vocab_size), k=NUM_PROMPT)
     params = SamplingParams(max_tokens=arguments.tokens, seed=arguments.seed, ignore_eos=True)
-    output, engine_states = run_engine(engine, engine._decoder, GenerationRequest(prompt, params))
+    output, engine_states = run_engine(engine, engine._scheduler, engine._decoder, GenerationRequest(prompt, params))
     logprobs, trainer_states = run_trainer(trained, [*prompt, *output.token_ids], dtype)
     print(f"{'':<12} {'difference':>12} {'mean size':>12}   first position")
     lines = [
