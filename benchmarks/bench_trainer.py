@@ -381,7 +381,8 @@ def main() -> int:
         for task_name, dtype in itertools.product(arguments.tasks, arguments.dtypes):
             result = compare(name, task_name, dtype, arguments, out, peer_python)
             results.append(result)
-            wrong += filter(None, [check_norms(result, results)])
+            if message := check_norms(result, results):
+                wrong.append(message)
             speed = f"{result.ratio:.2f} of TRL, {result.ours:,.0f} tokens/CPU-s"
             print(f"{name}: {task_name}, {dtype}: {speed}", flush=True)
     rows = [

@@ -136,7 +136,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         budget = max_num_batched_tokens or (PADDED_TOKENS if pads else FLASH_TOKENS)
         chunk_pairs = MAX_ROW_WORK // (model.config.num_attention_heads * model.config.head_dim) if can_verify else 0
         self._scheduler = Scheduler(
-            self._blocks, max_running, budget, decoder.min_rows, pads, chunk_pairs, self._adapters, drafter
+            self._blocks, self._adapters, max_running, budget, decoder.min_rows, pads, chunk_pairs, drafter
         )
         self._runner = ModelRunner(decoder, self._blocks, self._adapters, exact, graphs)
         is_large = sum(p.numel() for p in model.parameters()) >= MIN_PARAMETERS

@@ -190,7 +190,7 @@ class ModelRunner:
     def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:
         seqs, metadata = batch.sequences, self._blocks.prefill_metadata(batch.sequences, batch.chunks)
         sampled = [i for i in batch.completed if seqs[i].params.max_tokens]
-        compute = self._compute_rows if batch.is_short else self._compute_chunks
+        compute = self._compute_rows if batch.as_rows else self._compute_chunks
         logits = compute(batch, metadata, sampled)
         if not sampled:
             return None
@@ -206,7 +206,7 @@ class ModelRunner:
         """
         fused, counts = self.decoder.fused, metadata.lengths
         changes = self._route(batch.sequences, counts.tolist())
-        assert fused is not None and (changes is None or changes.batch is not None), "see `Scheduler.max_chunk_pairs`"
+        assert fused is not None and (changes is None or changes.batch is not None), "see `Scheduler._fit_rows`"
         firsts = np.cumsum(counts) - counts
         positions = np.repeat(metadata.starts + counts + firsts, counts) - np.arange(counts.sum()) - 1
         tokens: list[int] = []

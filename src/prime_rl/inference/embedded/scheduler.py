@@ -48,8 +48,8 @@ class ScheduledBatch:
     drafts: Drafts = field(default_factory=list)
     in_flight: bool = False
     """The step has been started already, of these sequences and maybe others, which have ended since."""
-    is_short: bool = False
-    """The chunks are short, and those of all other sequences are their last tokens: a decode step can compute them."""
+    as_rows: bool = False
+    """A decode step computes the chunks, a row for each token; those of decoding sequences are their last token."""
 
     @property
     def all_drafts(self) -> Drafts:
@@ -68,14 +68,14 @@ class Scheduler:
     """Queue, running sequences and prefill order; `min_rows` slots at least are reserved."""
 
     blocks: BlockManager
+    adapters: Adapters
     max_running: int
     max_num_batched_tokens: int
     min_rows: int
     pads_chunks: bool = True
     """Whether the chunks of a pass are padded to the longest one, and memory is needed for all of their scores."""
     max_chunk_pairs: int = 0
-    """Pairs of query and key of chunks up to which a decode step is the fastest way to compute them; 0: it cannot."""
-    adapters: Adapters | None = None
+    """Pairs of query and key of chunks that a decode step computes faster than a pass of their own; 0: it cannot."""
     drafter: Drafter | None = None
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
@@ -103,13 +103,13 @@ class Scheduler:
             is_closed = not self.waiting and not self._is_fed
             drafts = self.drafter.propose(self.running, is_closed) if self.drafter is not None else []
             return ScheduledBatch(self.running, [], admitted, self._revision, drafts)
-        is_short = self._can_be_rows(chosen)
-        if is_short:
+        as_rows = self._fit_rows(chosen)
+        if as_rows:
             pending = set(map(id, self._pending))
             decoding = [seq for seq in self.running if id(seq) not in pending]
             chosen += [(seq, Chunk(len(seq.tokens) - 1, 1)) for seq in decoding]
         seqs, chunks = zip(*chosen, strict=True)
-        return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision, is_short=is_short)
+        return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision, as_rows=as_rows)
 
     def postprocess(self, batch: ScheduledBatch, sampled: SamplerOutput | None, seconds: float) -> list[Event]:
         """Append the sampled tokens and finish completed sequences; returns stream updates, then outputs.
@@ -226,15 +226,18 @@ class Scheduler:
             chosen.append((seq, Chunk(seq.num_cached, length)))
         return chosen
 
-    def _can_be_rows(self, chunks: list[tuple[Sequence, Chunk]]) -> bool:
-        """Whether a decode step should compute these chunks: it returns no scores, writes all keys, reads the keys of a
-        sequence for every row, and does not support all adapters."""
+    def _fit_rows(self, chunks: list[tuple[Sequence, Chunk]]) -> bool:
+        """Whether a decode step should compute these chunks.
+
+        Long ones are faster in a pass of their own, which reads keys once for all tokens of a chunk. Only such a pass
+        scores prompts, supports all adapters, and computes the last token of a prompt whose page others read already.
+        """
         if sum(chunk.length for _, chunk in chunks) > MAX_CHUNK_ROWS:
             return False
         pairs = sum(chunk.length * (2 * chunk.start + chunk.length + 1) // 2 for _, chunk in chunks)
         if pairs > self.max_chunk_pairs:
             return False
-        if self.adapters is not None and not self.adapters.are_packed({seq.request.adapter for seq in self.running}):
+        if not self.adapters.are_packed({seq.request.adapter for seq in self.running}):
             return False
         return all(not seq.wants_scores and chunk.start >= BLOCK * seq.num_shared_blocks for seq, chunk in chunks)
 
