@@ -100,6 +100,30 @@ def test_a_group_holds_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize(("length", "as_rows"), [(2 * BLOCK, False), (2 * BLOCK + 1, True)])
+def test_a_decode_step_writes_no_shared_page(length: int, as_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of a shared prompt may be in a page that another sequence has written and reads."""
+    engine, _ = build_engine(speculation=False)
+    chunks: list[tuple[bool, list[int]]] = []
+    compute = engine._runner.run
+
+    def record(batch: scheduler.ScheduledBatch) -> Any:
+        if batch.chunks:
+            chunks.append((batch.as_rows, [chunk.start for chunk in batch.chunks]))
+        return compute(batch)
+
+    monkeypatch.setattr(engine._runner, "run", record)
+    prompt = draw_prompt(length)
+    add_group(engine, prompt, [9])
+    while not engine.stats().generated_tokens:
+        engine.step()
+    add_group(engine, prompt, [2])
+    engine.step()
+    assert chunks[-1] == (as_rows, [length - 1, length] if as_rows else [length - 1])
+    run(engine)
+
+
+@needs_kernels
 def test_what_sequences_share_counts_once_in_their_limit() -> None:
     """Eight sequences of three blocks, two of them shared, run at once in 11 pages: two, eight, and one for padding."""
     engine, _ = build_engine(
