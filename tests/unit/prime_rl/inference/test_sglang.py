@@ -95,7 +95,7 @@ def build_gateway(fake: FakeSGLang, root: Path | None, **config: Any) -> Running
 
 
 @pytest.fixture(scope="module")
-def fleet(root: Path) -> Iterator[Fleet]:
+def servers(root: Path) -> Iterator[Fleet]:
     fake = FakeSGLang("tiny-qwen3").start()
     found = Fleet(fake, build_gateway(fake, root), RunningServer(root), root)
     yield found
@@ -105,12 +105,12 @@ def fleet(root: Path) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def fresh(fleet: Fleet) -> Iterator[Fleet]:
-    """With the weights of the start."""
-    for server in (fleet.ours, fleet.gateway):
+def fleet(servers: Fleet) -> Iterator[Fleet]:
+    """With the weights of the start, whatever the order of the tests."""
+    for server in (servers.ours, servers.gateway):
         assert server.post("/reload_weights", {}).json()["version"] == 0
-    yield fleet
-    fleet.fake.wrong = ""
+    yield servers
+    servers.fake.wrong = ""
 
 
 LETTERS = {"logit_bias": {str(token): 30.0 for token in range(97, 123)}}
@@ -253,34 +253,34 @@ def ask_long(fleet: Fleet, pool: ThreadPoolExecutor) -> Any:
     return requested
 
 
-def test_running_requests_finish_before_an_update(fresh: Fleet) -> None:
+def test_running_requests_finish_before_an_update(fleet: Fleet) -> None:
     with ThreadPoolExecutor() as pool:
-        running = ask_long(fresh, pool)
-        reply = fresh.update(1).json()
+        running = ask_long(fleet, pool)
+        reply = fleet.update(1).json()
         [choice] = running.result().json()["choices"]
     assert (reply["version"], reply["digests"], reply["exact"], reply["dtype"]) == (1, {}, False, "float32")
     assert choice["versions"] == [[0, 0]] and len(choice["token_ids"]) == NUM_LONG
-    [after] = fresh.gateway.post("/v1/completions", LONG).json()["choices"]
+    [after] = fleet.gateway.post("/v1/completions", LONG).json()["choices"]
     assert after["versions"] == [[0, 1]] and after["token_ids"] != choice["token_ids"]
-    assert fresh.gateway.http.get("/health").json()["version"] == 1
-    assert fresh.gateway.metric("policy_version") == 1 and fresh.gateway.metric("weight_updates_total") > 0
+    assert fleet.gateway.http.get("/health").json()["version"] == 1
+    assert fleet.gateway.metric("policy_version") == 1 and fleet.gateway.metric("weight_updates_total") > 0
 
 
-def test_weights_that_compute_something_else_are_not_taken(fresh: Fleet) -> None:
-    assert fresh.update(1).status_code == 200
-    before = score(fresh.gateway, PROMPT)
-    fresh.fake.wrong = "weights/step_2"
+def test_weights_that_compute_something_else_are_not_taken(fleet: Fleet) -> None:
+    assert fleet.update(1).status_code == 200
+    before = score(fleet.gateway, PROMPT)
+    fleet.fake.wrong = "weights/step_2"
     with ThreadPoolExecutor() as pool:
-        requested = ask_long(fresh, pool)
-        reply = fresh.update(2)
+        requested = ask_long(fleet, pool)
+        reply = fleet.update(2)
         [choice] = requested.result().json()["choices"]
     message = reply.json()["error"]["message"]
     assert reply.status_code == 400 and "log-probs of the canary are off" in message
-    assert "version 1 stays in service" in message and fresh.gateway.http.get("/health").json()["version"] == 1
-    assert fresh.fake.labels[-2:] == ["2", "1"], "those before were loaded again"
+    assert "version 1 stays in service" in message and fleet.gateway.http.get("/health").json()["version"] == 1
+    assert fleet.fake.labels[-2:] == ["2", "1"], "those before were loaded again"
     assert choice["versions"] == [[0, 1]] and len(choice["token_ids"]) == NUM_LONG
     assert len(choice["logprobs"]["token_logprobs"]) == NUM_LONG
-    assert score(fresh.gateway, PROMPT) == pytest.approx(before, abs=CLOSE)
+    assert score(fleet.gateway, PROMPT) == pytest.approx(before, abs=CLOSE)
 
 
 def test_engine_without_known_weights_fails(root: Path) -> None:
@@ -299,54 +299,54 @@ def test_engine_without_known_weights_fails(root: Path) -> None:
     fake.stop()
 
 
-def test_damaged_and_foreign_directories_never_reach_it(fresh: Fleet, tmp_path: Path) -> None:
-    loads = fresh.fake.calls.count("/update_weights_from_disk")
-    path = step_path(fresh.root / "weights", 3) / "model.safetensors"
-    shutil.copytree(step_path(fresh.root / "weights", 2), path.parent)
+def test_damaged_and_foreign_directories_never_reach_it(fleet: Fleet, tmp_path: Path) -> None:
+    loads = fleet.fake.calls.count("/update_weights_from_disk")
+    path = step_path(fleet.root / "weights", 3) / "model.safetensors"
+    shutil.copytree(step_path(fleet.root / "weights", 2), path.parent)
     data = bytearray(path.read_bytes())
     data[-2] ^= 1
     path.write_bytes(data)
-    reply = fresh.update(3)
+    reply = fleet.update(3)
     assert reply.status_code == 400 and "do not match their manifest" in reply.json()["error"]["message"]
-    assert fresh.gateway.post("/update_weights", {"weight_dir": str(tmp_path)}).status_code == 403
-    assert fresh.update(9).status_code == 400
-    assert fresh.gateway.post("/update_weights", {"weight_dir": None, "step": 1}).status_code == 409
-    assert fresh.fake.calls.count("/update_weights_from_disk") == loads
+    assert fleet.gateway.post("/update_weights", {"weight_dir": str(tmp_path)}).status_code == 403
+    assert fleet.update(9).status_code == 400
+    assert fleet.gateway.post("/update_weights", {"weight_dir": None, "step": 1}).status_code == 409
+    assert fleet.fake.calls.count("/update_weights_from_disk") == loads
 
 
-def test_pause_freezes_and_abort_ends_running_requests(fresh: Fleet) -> None:
+def test_pause_freezes_and_abort_ends_running_requests(fleet: Fleet) -> None:
     with ThreadPoolExecutor() as pool:
-        requested = ask_long(fresh, pool)
-        assert fresh.gateway.post("/pause", {}).status_code == 200 and fresh.fake.paused
-        waiting = pool.submit(fresh.gateway.post, "/v1/completions", {**LONG, "max_tokens": 3})
-        assert fresh.update(1).json()["version"] == 1 and fresh.fake.paused, "an update does not end the pause"
+        requested = ask_long(fleet, pool)
+        assert fleet.gateway.post("/pause", {}).status_code == 200 and fleet.fake.paused
+        waiting = pool.submit(fleet.gateway.post, "/v1/completions", {**LONG, "max_tokens": 3})
+        assert fleet.update(1).json()["version"] == 1 and fleet.fake.paused, "an update does not end the pause"
         assert not requested.done() and not waiting.done()
-        assert fresh.gateway.post("/resume", {}).status_code == 200
+        assert fleet.gateway.post("/resume", {}).status_code == 200
         assert waiting.result().json()["choices"][0]["versions"] == [[0, 1]]
         assert requested.result().json()["choices"][0]["versions"] == [[0, 1]], "sampled again with the new weights"
-        requested = ask_long(fresh, pool)
-        assert fresh.gateway.post("/pause?mode=abort", {}).status_code == 200
+        requested = ask_long(fleet, pool)
+        assert fleet.gateway.post("/pause?mode=abort", {}).status_code == 200
         [choice] = requested.result().json()["choices"]
         assert choice["finish_reason"] == "abort" and 20 <= len(choice["token_ids"]) < NUM_LONG
-        assert fresh.gateway.post("/resume", {}).status_code == 200
-    assert len(fresh.gateway.post("/v1/completions", LONG).json()["choices"][0]["token_ids"]) == NUM_LONG
+        assert fleet.gateway.post("/resume", {}).status_code == 200
+    assert len(fleet.gateway.post("/v1/completions", LONG).json()["choices"][0]["token_ids"]) == NUM_LONG
 
 
-def test_an_adapter_becomes_the_policy(fresh: Fleet) -> None:
+def test_an_adapter_becomes_the_policy(fleet: Fleet) -> None:
     for step in (1, 2):
-        reported = fresh.update(step, name="adapters").json()
-        assert reported["version"] == step and fresh.update(step, fresh.ours, name="adapters").status_code == 200
-        assert score(fresh.gateway, PROMPT) == pytest.approx(score(fresh.ours, PROMPT), abs=CLOSE)
-        mine, theirs = fresh.answers("/v1/completions", {**LONG, "max_tokens": 8})
+        reported = fleet.update(step, name="adapters").json()
+        assert reported["version"] == step and fleet.update(step, fleet.ours, name="adapters").status_code == 200
+        assert score(fleet.gateway, PROMPT) == pytest.approx(score(fleet.ours, PROMPT), abs=CLOSE)
+        mine, theirs = fleet.answers("/v1/completions", {**LONG, "max_tokens": 8})
         assert differences(mine["choices"], theirs["choices"]) == [] and theirs["choices"][0]["versions"] == [[0, step]]
-    wait_until(lambda: len(fresh.fake.embedded.adapters()) == 1, "the one before to go")
-    fresh.fake.wrong = "adapters/step_1"
-    reply = fresh.update(1, name="adapters")
+    wait_until(lambda: len(fleet.fake.embedded.adapters()) == 1, "the one before to go")
+    fleet.fake.wrong = "adapters/step_1"
+    reply = fleet.update(1, name="adapters")
     assert reply.status_code == 400 and "log-probs of the canary are off" in reply.json()["error"]["message"]
-    assert fresh.gateway.http.get("/health").json()["version"] == 2
-    fresh.fake.enable_lora = False
-    assert "set `--enable-lora`" in fresh.update(1, name="adapters").json()["error"]["message"]
-    fresh.fake.enable_lora = True
+    assert fleet.gateway.http.get("/health").json()["version"] == 2
+    fleet.fake.enable_lora = False
+    assert "set `--enable-lora`" in fleet.update(1, name="adapters").json()["error"]["message"]
+    fleet.fake.enable_lora = True
 
 
 def test_restarted_server_is_updated(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
