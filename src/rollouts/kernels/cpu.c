@@ -5,8 +5,10 @@
  * calls it; contractions are off (-ffp-contract=off), so an expression rounds the same way wherever it is inlined.
  */
 #include <math.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 #if defined(__FMA__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -14,6 +16,7 @@
 #endif
 
 #ifdef __linux__
+#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -24,14 +27,14 @@
 #define PARALLEL(enough) _Pragma(TEXT(omp parallel for schedule(static) if (enough)))
 #define STATIC_FOR _Pragma("omp for schedule(static)")   /* inside a parallel region; barrier at the end */
 #define DYNAMIC_FOR _Pragma("omp for schedule(dynamic)") /* the same with dynamic scheduling */
-#define BARRIER _Pragma("omp barrier")
+#define SHARED_FOR _Pragma("omp for schedule(static) nowait") /* without a barrier: see `wait_for_team` */
 #define THREAD omp_get_thread_num()
 #define THREADS omp_get_num_threads()
 #else
 #define PARALLEL(enough)
 #define STATIC_FOR
 #define DYNAMIC_FOR
-#define BARRIER
+#define SHARED_FOR
 #define THREAD 0
 #define THREADS 1
 #endif
@@ -1221,10 +1224,21 @@ ALWAYS int64_t amx_ahead(int64_t bytes, int64_t steps, int64_t rows) {
   return (bytes / (steps * amx_tiles(rows)) + 63) / 64 * 64;
 }
 
+enum { NEAR = 1024 }; /* bytes of a tile, which a quarter of a step of `amx_sums` takes */
+
+/* Prefetch the NEAR bytes behind these, into the first cache: the tiles of few rows take their weights as fast as memory
+ * gives them. */
+ALWAYS void fetch_near(const char *weights, Following following) {
+  const char *from = weights + NEAR;
+  if (from == following.end) from = following.next.from;
+  for (int64_t i = 0; i < NEAR && following.end; i += 64) __builtin_prefetch(from + i, 0, 3);
+}
+
 /* Tiles 0 to 3 = sums over `steps` times 64 bytes: 4 x 16 outputs of the rows at x (tile 4), or 2 x 16 outputs of these
- * and then of the rows at `second` (tile 5). `row`: bytes between rows. Prefetches `ahead`, `share` bytes per step. */
+ * and then of the rows at `second` (tile 5). `row`: bytes between rows. Prefetches `ahead`, `share` bytes per step, or by
+ * `fetch_near`. */
 ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char *panel, int64_t steps,
-                     const char *ahead, int64_t share, int format) {
+                     const char *ahead, int64_t share, Following following, int format) {
 #define AMX_ADD(sum, a, b) \
   do { \
     if (format == INT8) _tile_dpbsud(sum, a, b); \
@@ -1237,9 +1251,11 @@ ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char 
   _tile_zero(3);
   for (int64_t k = 0; k < steps; k++) {
     const char *weights = panel + k * AMX_ROWS * 4 * PANEL;
-    for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(ahead + k * share + i, 0, 2);
+    for (int64_t i = 0; i < share && !following.end; i += 64) __builtin_prefetch(ahead + k * share + i, 0, 2);
     _tile_loadd(4, x + 64 * k, row);
+    fetch_near(weights, following);
     _tile_loadd(6, weights, 4 * PANEL);
+    fetch_near(weights + NEAR, following);
     _tile_loadd(7, weights + 64, 4 * PANEL);
     AMX_ADD(0, 4, 6);
     AMX_ADD(1, 4, 7);
@@ -1248,7 +1264,9 @@ ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char 
       AMX_ADD(2, 5, 6);
       AMX_ADD(3, 5, 7);
     } else {
+      fetch_near(weights + 2 * NEAR, following);
       _tile_loadd(6, weights + 128, 4 * PANEL);
+      fetch_near(weights + 3 * NEAR, following);
       _tile_loadd(7, weights + 192, 4 * PANEL);
       AMX_ADD(2, 4, 6);
       AMX_ADD(3, 4, 7);
@@ -1258,10 +1276,10 @@ ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char 
 
 /* `tiles` for DOTS, of rows `row` bytes apart; `inputs` is a multiple of STEP. */
 static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *panel, float *out, int64_t outputs,
-                     int64_t columns, Memory next, int64_t rows) {
+                     int64_t columns, Following following, int64_t rows) {
   int64_t height = amx_height(rows), steps = inputs / STEP;
-  int64_t share = amx_ahead(next.bytes, steps, rows), width = columns < PANEL ? PANEL : outputs;
-  const char *ahead = next.from;
+  int64_t share = amx_ahead(following.next.bytes, steps, rows), width = columns < PANEL ? PANEL : outputs;
+  const char *ahead = following.next.from;
   float part[2][AMX_ROWS * PANEL] __attribute__((aligned(64))); /* of a panel with fewer columns */
   for (int64_t r = 0; r < rows; r += 2 * height) {
     int64_t last = rows - height, num = r < last ? 2 : 1;
@@ -1269,14 +1287,14 @@ static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *pan
     float *to[2];
     for (int i = 0; i < num; i++) to[i] = columns < PANEL ? part[i] : out + from[i] * outputs;
     if (num == 1) {
-      amx_sums(x + from[0] * row, NULL, row, panel, steps, ahead, share, DOTS);
+      amx_sums(x + from[0] * row, NULL, row, panel, steps, ahead, share, following, DOTS);
       _tile_stored(0, to[0], 4 * width);
       _tile_stored(1, to[0] + 16, 4 * width);
       _tile_stored(2, to[0] + 32, 4 * width);
       _tile_stored(3, to[0] + 48, 4 * width);
     }
     for (int64_t c = 0; c < PANEL && num == 2; c += HALF, ahead += steps * share) {
-      amx_sums(x + from[0] * row, x + from[1] * row, row, panel + 4 * c, steps, ahead, share, DOTS);
+      amx_sums(x + from[0] * row, x + from[1] * row, row, panel + 4 * c, steps, ahead, share, following, DOTS);
       _tile_stored(0, to[0] + c, 4 * width);
       _tile_stored(1, to[0] + c + 16, 4 * width);
       _tile_stored(2, to[1] + c, 4 * width);
@@ -1300,7 +1318,7 @@ static void amx_int8(const char *x, int64_t inputs, const char *panel, float *ou
     for (int64_t g = 0; g < groups; g++) {
       int64_t first = g * GROUP, steps = (padded - first < GROUP ? padded - first : GROUP) / 64;
       const char *weights = panel + g * (GROUP + 4) * PANEL, *scales = weights + steps * 64 * PANEL;
-      amx_sums(x + from * row + first, NULL, row, weights, steps, ahead, share, INT8);
+      amx_sums(x + from * row + first, NULL, row, weights, steps, ahead, share, (Following){next, NULL}, INT8);
       ahead += steps * share;
       _tile_stored(0, sums[0], 4 * PANEL);
       _tile_stored(1, sums[0] + 16, 4 * PANEL);
@@ -1382,7 +1400,7 @@ static void whole_product(const void *x, int64_t inputs, const char *panel, floa
   int64_t wide = whole_steps(inputs);
 #ifdef HAS_AMX
   if (use_amx) {
-    if (format == DOTS) amx_dots(x, 2 * wide, wide, panel, out, outputs, columns, following.next, rows);
+    if (format == DOTS) amx_dots(x, 2 * wide, wide, panel, out, outputs, columns, following, rows);
     else amx_int8(x, inputs, panel, out, outputs, columns, following.next, rows);
     return;
   }
@@ -1457,10 +1475,65 @@ ALWAYS int64_t share_panels(const Linear *l, int64_t rows) {
   return rows < 2 * TILE ? (panels + THREADS - 1) / THREADS : panels / THREADS;
 }
 
+/* Threads of a parallel region that wait for each other. OpenMP's barrier either waits without a pause, and takes the core
+ * from the very thread that it waits for when another program runs there, or it soon sleeps, and a decode step has hundreds
+ * of barriers whose threads arrive within microseconds. */
+typedef struct {
+  int32_t arrived, round, asleep;
+} Team;
+
+#ifndef SPINS
+#define SPINS 1000 /* times that a thread looks for the others before it lets other programs run */
+#define YIELDS_NS 1000000 /* nanoseconds for which it does so before it sleeps */
+#endif
+
+static int64_t nanoseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
+/* Wait until `round` has ended: at first at full speed, then letting other programs run, and at last asleep. */
+static void wait_for_round(Team *team, int32_t round) {
+#define HAS_ENDED (__atomic_load_n(&team->round, __ATOMIC_ACQUIRE) != round)
+  for (int i = 0; i < SPINS; i++) {
+    if (HAS_ENDED) return;
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  for (int64_t end = nanoseconds() + YIELDS_NS; nanoseconds() < end; sched_yield())
+    if (HAS_ENDED) return;
+#ifdef __linux__
+  __atomic_add_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&team->round, __ATOMIC_SEQ_CST) == round)
+    syscall(SYS_futex, &team->round, FUTEX_WAIT_PRIVATE, round, NULL, NULL, 0);
+  __atomic_sub_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
+#else
+  while (!HAS_ENDED) sched_yield();
+#endif
+}
+
+/* A barrier of all threads of a parallel region; none for NULL, where the region ends anyway. */
+static void wait_for_team(Team *team) {
+  if (!team || THREADS == 1) return;
+  int32_t round = __atomic_load_n(&team->round, __ATOMIC_ACQUIRE);
+  if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) < THREADS) {
+    wait_for_round(team, round);
+    return;
+  }
+  team->arrived = 0;
+  __atomic_store_n(&team->round, round + 1, __ATOMIC_SEQ_CST);
+#ifdef __linux__
+  if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST))
+    syscall(SYS_futex, &team->round, FUTEX_WAKE_PRIVATE, THREADS, NULL, NULL, 0);
+#endif
+}
+
 /* out = x packed^T + bias. The threads of the parallel region share the panels; each has `scratch_size` elements of
  * `scratch`, for `in_format` and for `panel_product`. Panels that would leave a thread idle are split by rows. At the end
  * a thread prefetches its first panel of `after`, unless that is NULL. */
-static void product(const Linear *l, const Linear *after, const float *x, float *out, float *scratch,
+static void product(Team *team, const Linear *l, const Linear *after, const float *x, float *out, float *scratch,
                     int64_t scratch_size, int64_t rows) {
   float *mine = scratch + THREAD * scratch_size;
   const char *rounded = in_format(x, mine, rows, l->inputs, l->format); /* in every thread: faster than a barrier */
@@ -1473,7 +1546,7 @@ static void product(const Linear *l, const Linear *after, const float *x, float 
                  rows);
   panel_products(l, rounded + first * row_size(l->inputs, l->format), out + first * width, mine, THREADS * each, panels,
                  next, num);
-  BARRIER
+  wait_for_team(team);
 }
 
 /* Up to this many rows, panels are distributed over the threads; beyond it, batches of at most BATCH rows are
@@ -1491,7 +1564,7 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
   if (rows <= max_panel_parallel_rows(threads)) {
-    product(&l, NULL, x, out, scratch, scratch_size, rows);
+    product(NULL, &l, NULL, x, out, scratch, scratch_size, rows);
   } else {
     DYNAMIC_FOR
     for (int64_t r = 0; r < rows; r += batch) {
@@ -1567,9 +1640,9 @@ ALWAYS void delta_rows(const Delta *d, const float *a, const float *b, const flo
 
 /* Add the deltas of place `place` to `outputs` columns of y, which has `stride` elements per row. `block` is the number
  * of inputs per partial sum of A x. */
-static void change_rows(const Delta *deltas, const DeltaRows *items, int64_t num_items, int64_t place, const float *x,
-                        int64_t inputs, int64_t block, float *y, int64_t stride, int64_t outputs) {
-  STATIC_FOR
+static void change_rows(Team *team, const Delta *deltas, const DeltaRows *items, int64_t num_items, int64_t place,
+                        const float *x, int64_t inputs, int64_t block, float *y, int64_t stride, int64_t outputs) {
+  SHARED_FOR
   for (int64_t i = 0; i < num_items; i++) {
     const DeltaRows *item = items + i;
     const Delta *d = deltas + item->delta;
@@ -1587,6 +1660,7 @@ static void change_rows(const Delta *deltas, const DeltaRows *items, int64_t num
       DELTA_CASE(4)
     }
   }
+  wait_for_team(team);
 }
 
 void add_deltas(const Delta *deltas, const DeltaRows *items, int64_t num_items, int64_t place, const float *x,
@@ -1594,7 +1668,7 @@ void add_deltas(const Delta *deltas, const DeltaRows *items, int64_t num_items, 
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
-  change_rows(deltas, items, num_items, place, x, inputs, block, y, stride, outputs);
+  change_rows(NULL, deltas, items, num_items, place, x, inputs, block, y, stride, outputs);
 }
 
 /* causal attention of many queries -------------------------------------------------------------------------------- */
@@ -1728,13 +1802,13 @@ static void attend_by_tiles(const Causal *a, const void *queries, const void *ke
     const char *panel = (const char *)keys + t * 2 * size;
     int64_t columns = end - t < PANEL ? end - t : PANEL, bytes = 2 * PANEL * size;
     Memory next = {panel + bytes, t + PANEL < end ? bytes : 0};
-    amx_dots(queries, 2 * size, size, panel, scores + t - first, span, columns, next, rows);
+    amx_dots(queries, 2 * size, size, panel, scores + t - first, span, columns, (Following){next, NULL}, rows);
   }
   for (int64_t i = 0; i < size && weighs; i += PANEL) {
     const char *panel = (const char *)values + (i * whole_steps(a->keys) + first * PANEL) * 2;
     int64_t columns = size - i < PANEL ? size - i : PANEL;
     amx_dots((const char *)scores, 2 * whole_steps(span), whole_steps(span), panel, sums + i, size, columns,
-             (Memory){0}, rows);
+             (Following){{0}, NULL}, rows);
   }
   stop_amx(DOTS);
 #endif
@@ -2256,8 +2330,8 @@ ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, in
   }
 }
 
-static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qkv, const float *cos, const float *sin,
-                        const int64_t *positions, void *const *keys, void *const *values, int64_t num_columns,
+static void attend_rows(Team *team, const Shape *s, const Layer *layer, float eps, float *qkv, const float *cos,
+                        const float *sin, const int64_t *positions, void *const *keys, void *const *values, int64_t num_columns,
                         const int32_t *source, float *out, float *scratch, int64_t rows) {
   int64_t size = s->size, group = s->heads / s->kv_heads, all_heads = s->heads + 2 * s->kv_heads;
   int narrow = (int)s->narrow, way = find_way(s->dots);
@@ -2265,7 +2339,7 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
   int32_t *tag = (int32_t *)(scratch + THREAD * s->scratch_size + s->shared_offset);
   float *shared = (float *)tag + (num_columns + LANES - 1) / LANES * LANES;
   if (s->shared_offset) memset(tag, 0, (size_t)num_columns * sizeof *tag); /* left by another layer */
-  STATIC_FOR /* all keys first: several rows may be of the same sequence */
+  SHARED_FOR /* all keys first: several rows may be of the same sequence */
   for (int64_t item = 0; item < rows * s->kv_heads; item++) {
     int64_t row = item % rows, head = item / rows, position = positions[row], j = position / KEYS;
     const float *c = cos + position * size, *sn = sin + position * size;
@@ -2285,7 +2359,8 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
       scale_query(one, scale, one, size, way != WIDE, way == BY_DOTS);
     }
   }
-  STATIC_FOR /* rows that share columns are adjacent, so that these are in the CPU cache */
+  wait_for_team(team);
+  SHARED_FOR /* rows that share columns are adjacent, so that these are in the CPU cache */
   for (int64_t item = 0; item < rows * s->kv_heads; item++) {
     int64_t row = item % rows, head = item / rows, position = positions[row];
     float *q = qkv + (row * all_heads + head * group) * size, *scores = scratch + THREAD * s->scratch_size;
@@ -2306,15 +2381,17 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
     else if (size == 128) ATTEND_BY_WAY(128);
     else ATTEND(size, narrow, way);
   }
+  wait_for_team(team);
 }
 
-static void norm_rows(float *x, const float *added, const float *weight, float eps, float *out, int64_t rows,
+static void norm_rows(Team *team, float *x, const float *added, const float *weight, float eps, float *out, int64_t rows,
                       int64_t size) {
-  STATIC_FOR
+  SHARED_FOR
   for (int64_t r = 0; r < rows; r++) {
     if (added) ROW(i, size) STORE(x + r * size, i, size, LOAD(added + r * size, i, size) + LOAD(x + r * size, i, size));
     norm_row(x + r * size, weight, eps, out + r * size, size);
   }
+  wait_for_team(team);
 }
 
 /* Logits of the next tokens, [num_wanted, vocab], of the `wanted` rows. `columns` has, for each layer, the addresses of
@@ -2326,12 +2403,13 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
             const Delta *deltas, const DeltaRows *items, int64_t num_items) {
   int64_t hidden = s->hidden, inner = s->inner, width = s->heads * s->size, n = s->scratch_size;
   int narrow = (int)s->narrow, format = (int)s->format;
+  Team all_threads = {0}, *team = &all_threads;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
 #endif
   {
     float *x = work, *normed = x + rows * hidden, *y = normed + rows * hidden, *z = y + rows * widest;
-    STATIC_FOR
+    SHARED_FOR
     for (int64_t r = 0; r < rows; r++) {
       int64_t i = 0;
       for (; i + LANES <= hidden; i += LANES)
@@ -2343,45 +2421,48 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
         x[r * hidden + i] = narrow ? wide : ((const float *)embedding)[tokens[r] * hidden + i];
       }
     }
+    wait_for_team(team);
     Linear last = {head, NULL, s->block_hidden, s->vocab, hidden, format, PLAIN};
     for (int64_t l = 0; l < s->layers; l++) {
       const Layer *layer = layers + l, *then = layer + 1;
       void *const *keys = columns + 2 * l * num_columns, *const *values = keys + num_columns;
       int64_t kv_width = s->kv_heads * s->size, qkv_width = width + 2 * kv_width;
 #define CHANGE(kind, from, inputs, block, to, stride, outputs) \
-  if (num_items) change_rows(deltas, items, num_items, 7 * l + kind, from, inputs, block, to, stride, outputs)
+  if (num_items) change_rows(team, deltas, items, num_items, 7 * l + kind, from, inputs, block, to, stride, outputs)
       Linear qkv = {layer->qkv, layer->qkv_bias, s->block_hidden, qkv_width, hidden, format, PLAIN};
       Linear out = {layer->out, layer->out_bias, s->block_heads, hidden, width, format, PLAIN};
       Linear gate_up = {layer->gate_up, layer->gate_up_bias, s->block_hidden, 2 * inner, hidden, format,
                         num_items ? PAIRED : GATED};
       Linear down = {layer->down, layer->down_bias, s->block_inner, hidden, inner, format, PLAIN}, next = last;
       if (l + 1 < s->layers) next = qkv, next.packed = then->qkv;
-      norm_rows(x, l ? y : NULL, layer->norm, eps, normed, rows, hidden);
-      product(&qkv, &out, normed, y, scratch, n, rows);
+      norm_rows(team, x, l ? y : NULL, layer->norm, eps, normed, rows, hidden);
+      product(team, &qkv, &out, normed, y, scratch, n, rows);
       CHANGE(0, normed, hidden, s->block_hidden, y, qkv_width, width);
       CHANGE(1, normed, hidden, s->block_hidden, y + width, qkv_width, kv_width);
       CHANGE(2, normed, hidden, s->block_hidden, y + width + kv_width, qkv_width, kv_width);
-      attend_rows(s, layer, eps, y, cos, sin, positions, keys, values, num_columns, source, z, scratch, rows);
-      product(&out, &gate_up, z, y, scratch, n, rows);
+      attend_rows(team, s, layer, eps, y, cos, sin, positions, keys, values, num_columns, source, z, scratch, rows);
+      product(team, &out, &gate_up, z, y, scratch, n, rows);
       CHANGE(3, z, width, s->block_heads, y, hidden, hidden);
-      norm_rows(x, y, layer->mlp_norm, eps, normed, rows, hidden);
-      product(&gate_up, &down, normed, z, scratch, n, rows);
+      norm_rows(team, x, y, layer->mlp_norm, eps, normed, rows, hidden);
+      product(team, &gate_up, &down, normed, z, scratch, n, rows);
       if (num_items) {
         CHANGE(4, normed, hidden, s->block_hidden, z, 2 * inner, inner);
         CHANGE(5, normed, hidden, s->block_hidden, z + inner, 2 * inner, inner);
-        STATIC_FOR
+        SHARED_FOR
         for (int64_t r = 0; r < rows; r++)
           gated_row(z + 2 * r * inner, z + (2 * r + 1) * inner, y + r * inner, inner);
+        wait_for_team(team);
         float *other = z;
         z = y, y = other;
       }
-      product(&down, &next, z, y, scratch, n, rows);
+      product(team, &down, &next, z, y, scratch, n, rows);
       CHANGE(6, z, inner, s->block_inner, y, hidden, hidden);
     }
-    norm_rows(x, y, last_norm, eps, normed, rows, hidden);
-    STATIC_FOR
+    norm_rows(team, x, y, last_norm, eps, normed, rows, hidden);
+    SHARED_FOR
     for (int64_t r = 0; r < num_wanted; r++)
       memcpy(x + r * hidden, normed + wanted[r] * hidden, sizeof(float) * (size_t)hidden);
-    product(&last, NULL, x, logits, scratch, n, num_wanted);
+    wait_for_team(team);
+    product(team, &last, NULL, x, logits, scratch, n, num_wanted);
   }
 }

@@ -164,5 +164,9 @@ static void emulate_dpbsud(int sum, int a, int b) {
 #define _tile_zero emulate_zero
 #define _tile_dpbf16ps emulate_dpbf16ps
 #define _tile_dpbsud emulate_dpbsud
-#define syscall(number, request, feature) \
-  ((number) == SYS_arch_prctl && (request) == 0x1023 && (feature) == 18 && !is_refused ? 0 : -1)
+static long emulated_permission(long request, long feature) {
+  return request == 0x1023 && feature == 18 && !is_refused ? 0 : -1;
+}
+#define FIRST_TWO(first, second, ...) first, second
+#define syscall(number, ...) \
+  ((number) == SYS_arch_prctl ? emulated_permission(FIRST_TWO(__VA_ARGS__, 0)) : syscall(number, __VA_ARGS__))
