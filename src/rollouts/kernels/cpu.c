@@ -28,6 +28,7 @@
 #define STATIC_FOR _Pragma("omp for schedule(static)")   /* inside a parallel region; barrier at the end */
 #define DYNAMIC_FOR _Pragma("omp for schedule(dynamic)") /* the same with dynamic scheduling */
 #define SHARED_FOR _Pragma("omp for schedule(static) nowait") /* without a barrier: see `wait_for_team` */
+#define DYNAMIC_SHARED_FOR _Pragma("omp for schedule(dynamic) nowait")
 #define THREAD omp_get_thread_num()
 #define THREADS omp_get_num_threads()
 #else
@@ -35,6 +36,7 @@
 #define STATIC_FOR
 #define DYNAMIC_FOR
 #define SHARED_FOR
+#define DYNAMIC_SHARED_FOR
 #define THREAD 0
 #define THREADS 1
 #endif
@@ -2140,11 +2142,11 @@ ALWAYS void fetch(const void *p, int64_t i, int64_t count, int narrow) {
 }
 
 /* The cache blocks of a row and head, and the row and head that the thread processes next. `brief`: the KV data of both
- * fits into the CPU cache. */
+ * fits into the CPU cache. `apart`: the keys of many rows come first, then their values. */
 typedef struct {
   const void *const *keys, *const *values;
   const int32_t *source;
-  int64_t rows, kv_heads, row, head, next_row, next_head, brief;
+  int64_t rows, kv_heads, row, head, next_row, next_head, brief, apart;
   float *shared; /* transposed keys of columns that this row shares with the next rows, or NULL */
   int32_t *tag;  /* owner of the transposed keys of a column: 1 + slot kv_heads + head */
 } CacheCursor;
@@ -2162,14 +2164,15 @@ typedef struct {
   int64_t at, count;
 } Ahead;
 
-/* Short contexts (`brief`): keys and values of the next row and head, half of them while this one reads keys and half
+/* Keys and values apart: those of the next row. Short contexts (`brief`): keys and values of the next row and head, half of them while this one reads keys and half
  * while it reads values (`weighing`), so that two memory streams are busy. Long contexts: this row's own values, then
  * the keys of the next row. */
 ALWAYS Ahead ahead_of(const CacheCursor *p, int64_t size, int64_t j, int weighing) {
-  int64_t own = !p->brief && !weighing, all = LANES * size;
+  int64_t own = !p->brief && !p->apart && !weighing, all = LANES * size;
   if (!own && next_shares(p, j)) return (Ahead){NULL, NULL, 0, 0};
   int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, own ? p->row : p->next_row,
                          own ? p->head : p->next_head);
+  if (p->apart) return (Ahead){weighing ? p->values[j] : p->keys[j], NULL, at, all};
   if (p->brief) return (Ahead){p->keys[j], p->values[j], at + weighing * all / 2, all / 2};
   return (Ahead){weighing ? p->keys[j] : p->values[j], NULL, at, all};
 }
@@ -2207,14 +2210,16 @@ ALWAYS void weigh(const float *weights, int64_t width, const CacheCursor *p, int
 }
 
 /* `weigh` as AMX does it: the products of STEP keys are summed apart, those of even and of odd keys. Weights are rounded
- * to bf16 and not normalized: the first element of an output has its scale, see `weights_of`. */
-ALWAYS void weigh_by_tiles(const float *weights, int64_t width, const CacheCursor *p, int64_t length, int64_t pass,
-                           int64_t passes, float *out, int64_t size, int num) {
+ * to bf16 and not normalized: the first element of an output has its scale, see `weights_of`. Goes on with `before`, the
+ * sums of the keys before the first one. */
+ALWAYS void weigh_by_tiles(const float *weights, int64_t width, const CacheCursor *p, int64_t first, int64_t length,
+                           const float *before, int64_t pass, int64_t passes, float *out, int64_t size, int num) {
   vec total[PASS][MAX_HEAD_DIM / LANES], even[PASS][MAX_HEAD_DIM / LANES], sums[PASS][MAX_HEAD_DIM / LANES];
   for (int q = 0; q < num; q++)
-    for (int64_t i = 0; i < size / LANES; i++) total[q][i] = all(0.f);
+    for (int64_t i = 0; i < size / LANES; i++)
+      total[q][i] = before ? load(before + q * size + i * LANES) : all(0.f);
   Ahead ahead = {NULL, NULL, 0, 0};
-  for (int64_t start = 0; start < length; start += STEP) {
+  for (int64_t start = first; start < length; start += STEP) {
     int64_t j = start / KEYS, count = length - start < STEP ? length - start : STEP;
     int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + start % KEYS * size;
     if (start % KEYS == 0) ahead = ahead_of(p, size, j, 1);
@@ -2259,16 +2264,17 @@ ALWAYS void score_by_tiles(const float *queries, int64_t size, int64_t place, co
   }
 }
 
-/* Attention of the scaled queries [group, size] of one sequence and KV head over `length` keys. `scores` has
- * group x length elements, each row rounded up to whole vectors. `way`: BY_DOTS, queries are bf16; BY_TILES, rounded. */
-ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, int64_t length, float *scores, float *out,
-                   int64_t size, int narrow, int way) {
-  int64_t most = size / LANES <= 4 ? PASS : PASS / 2; /* sums stay in registers */
-  int64_t width = (length + LANES - 1) / LANES * LANES, passes = (group + most - 1) / most;
+ALWAYS int64_t whole_vectors(int64_t length) { return (length + LANES - 1) / LANES * LANES; }
+
+/* Scores of the scaled queries [group, size] of one sequence and KV head with the keys from `first`, of a block, to
+ * `length`, rounded up to whole vectors; `scores` has rows of `width` elements. `way`: BY_DOTS, queries are bf16; BY_TILES,
+ * rounded. */
+ALWAYS void score_keys(const float *queries, int64_t group, const CacheCursor *p, int64_t first, int64_t length,
+                       float *scores, int64_t width, int64_t size, int narrow, int way) {
   int64_t words = way ? size / 2 : size; /* per key, of a float or a pair of bf16 */
   int is_cached = 0, is_stored = 0;
   Ahead ahead = {NULL, NULL, 0, 0};
-  for (int64_t t = 0; t < width; t += LANES) {
+  for (int64_t t = first; t < length; t += LANES) {
     int64_t j = t / KEYS;
     int64_t at = find_keys(p->source, p->rows, p->kv_heads, words, j, p->row, p->head) + t % KEYS * words;
     if (t % KEYS == 0) ahead = ahead_of(p, size, j, 0);
@@ -2309,17 +2315,20 @@ ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, in
       }
     }
   }
-  for (int64_t g = 0; g < group; g++) {
-    for (int64_t t = length; t < width; t++) scores[g * width + t] = -INFINITY;
-    if (way == BY_TILES) weights_of(scores + g * width, width, scores + g * width, 0, out + g * size);
-    else softmax_row(scores + g * width, width);
-  }
+}
+
+/* out = the values from `first` to `length`, weighted by the softmax of all scores; `before` as for `weigh_by_tiles`. */
+ALWAYS void weigh_values(const CacheCursor *p, int64_t first, int64_t length, const float *before, int64_t group,
+                         const float *scores, int64_t width, float *out, int64_t size, int narrow, int way) {
+  int64_t most = size / LANES <= 4 ? PASS : PASS / 2; /* sums stay in registers */
+  int64_t passes = (group + most - 1) / most;
   for (int64_t g = 0; g < group; g += most) {
 #define WEIGH(num) \
   do { \
     const float *weights = scores + g * width; \
     float *to = out + g * size; \
-    if (way == BY_TILES) weigh_by_tiles(weights, width, p, length, g / most, passes, to, size, num); \
+    const float *sums = before ? before + g * size : NULL; \
+    if (way == BY_TILES) weigh_by_tiles(weights, width, p, first, length, sums, g / most, passes, to, size, num); \
     else weigh(weights, width, p, length, g / most, passes, to, size, num, narrow); \
   } while (0)
     int64_t left = group - g;
@@ -2330,9 +2339,143 @@ ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, in
   }
 }
 
+/* The weights of the scores, in their place, and the scales of BY_TILES, in `out`. */
+ALWAYS void weigh_scores(float *scores, int64_t group, int64_t length, int64_t width, float *out, int64_t size, int way) {
+  for (int64_t g = 0; g < group; g++) {
+    float *row = scores + g * width;
+    int64_t whole = whole_vectors(length);
+    for (int64_t t = length; t < whole; t++) row[t] = -INFINITY;
+    if (way == BY_TILES) weights_of(row, whole, row, 0, out + g * size);
+    else softmax_row(row, whole);
+  }
+}
+
+/* Attention of the scaled queries of one sequence and KV head over `length` keys. */
+ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, int64_t length, float *scores, float *out,
+                   int64_t size, int narrow, int way) {
+  int64_t width = whole_vectors(length);
+  score_keys(queries, group, p, 0, length, scores, width, size, narrow, way);
+  weigh_scores(scores, group, length, width, out, size, way);
+  weigh_values(p, 0, length, NULL, group, scores, width, out, size, narrow, way);
+}
+
+/* Consecutive rows whose first columns are the same: whole ones, of whose keys all are visible. */
+typedef struct {
+  int64_t first, num, columns;
+} Run;
+
+enum { RUN_QUERIES = 4 * AMX_ROWS }; /* at most so many queries of a key head in a run, if a row has no more */
+
+/* The runs of a step if columns that rows share are multiplied by AMX, or none. No thread gets a single long one. */
+static int64_t find_runs(const Shape *s, const int32_t *source, const int64_t *positions, int64_t rows, Run *runs) {
+  int64_t num = 0, most = RUN_QUERIES * s->kv_heads / s->heads, fair = rows * s->kv_heads / (2 * s->threads);
+  most = fair < 1 || most < 1 ? 1 : fair < most ? fair : most;
+  for (int64_t row = 0, count; s->shared_offset && find_way(s->dots) == BY_TILES && row < rows; row += count, num++) {
+    int64_t columns = 0;
+    for (count = 1; row + count < rows; count++) {
+      int64_t other = row + count, j = 0, keys = positions[positions[row] < positions[other] ? row : other] + 1;
+      while ((j + 1) * KEYS <= keys && source[j * rows + row] == source[j * rows + other]) j++;
+      if (count == 1) columns = j;
+      if (j == 0 || j < columns) break;
+    }
+    int64_t parts = (count + most - 1) / most;
+    count = (count + parts - 1) / parts;
+    runs[num] = (Run){row, count, count > 1 ? columns : 0};
+  }
+  return num;
+}
+
+/* What `attend_run` has in its scratch, in floats. */
+typedef struct {
+  int64_t queries, sums, weights, keys, values, all;
+} RunScratch;
+
+ALWAYS RunScratch run_scratch(int64_t queries, int64_t width, int64_t columns, int64_t size) {
+  RunScratch at = {.queries = queries * width};
+  at.sums = at.queries + queries * size / 2;
+  at.weights = at.sums + queries * size;
+  at.keys = at.weights + queries * columns * KEYS / 2;
+  at.values = at.keys + PANEL * size / 2;
+  at.all = at.values + num_panels(size, PLAIN) * PANEL * columns * KEYS / 2;
+  return at;
+}
+
+/* Elements of scratch of a thread for `attend_run`, of up to `columns` columns. */
+int64_t run_scratch_size(const Shape *s, int64_t columns) {
+  int64_t group = s->heads / s->kv_heads, queries = group < RUN_QUERIES ? RUN_QUERIES : group;
+  return find_way(s->dots) == BY_TILES ? run_scratch(queries, columns * KEYS, columns, s->size).all : 0;
+}
+
+#ifdef HAS_AMX
+/* Scores of `num` queries with the columns of a run. */
+static void score_run(const void *queries, int64_t num, const CacheCursor *p, int64_t columns, float *scores,
+                      int64_t width, float *packed, int64_t size) {
+  start_amx(num, DOTS);
+  for (int64_t t = 0; t < columns * KEYS; t += PANEL) {
+    int64_t j = t / KEYS, at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + t % KEYS * size;
+    for (int64_t i = 0; i < PANEL; i += LANES) pack_some_keys(p->keys[j], at + i * size, size, packed, i, size, 1, 1);
+    amx_dots(queries, 2 * size, size, (const char *)packed, scores + t, width, PANEL, (Following){{0}, NULL}, num);
+  }
+  stop_amx(DOTS);
+}
+
+/* Sums of the values of these columns, with bf16 weights. */
+static void weigh_run(const void *weights, int64_t num, const CacheCursor *p, int64_t columns, float *sums, float *packed,
+                      int64_t size) {
+  int64_t keys = columns * KEYS;
+  for (int64_t t = 0; t < keys; t += LANES) {
+    int64_t j = t / KEYS, at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + t % KEYS * size;
+    pack_value_pairs(p->values[j], at, size, packed, t, keys, size, 1);
+  }
+  start_amx(num, DOTS);
+  for (int64_t i = 0; i < size; i += PANEL)
+    amx_dots(weights, 2 * keys, keys, (const char *)(packed + i * keys / 2), sums + i, size,
+             size - i < PANEL ? size - i : PANEL, (Following){{0}, NULL}, num);
+  stop_amx(DOTS);
+}
+#else
+static void score_run(const void *queries, int64_t num, const CacheCursor *p, int64_t columns, float *scores,
+                      int64_t width, float *packed, int64_t size) {}
+static void weigh_run(const void *weights, int64_t num, const CacheCursor *p, int64_t columns, float *sums, float *packed,
+                      int64_t size) {}
+#endif
+
+/* `attend` for the rows of a run, of which `cursor` is at the first: their columns in common are multiplied by AMX, for
+ * all of them at once, and what follows row by row, with the same bits. Rows of q and out have `q_stride` and `out_stride`
+ * elements. */
+ALWAYS void attend_run(const Run *run, const CacheCursor *start, const int64_t *positions, int64_t group, const float *q,
+                       int64_t q_stride, float *out, int64_t out_stride, float *scratch, int64_t size) {
+  int64_t num = run->num * group, keys = run->columns * KEYS, width = 0;
+  for (int64_t r = 0; r < run->num; r++)
+    if (whole_vectors(positions[r] + 1) > width) width = whole_vectors(positions[r] + 1);
+  RunScratch at = run_scratch(num, width, run->columns, size);
+  float *queries = scratch + at.queries, *sums = scratch + at.sums;
+  uint16_t *weights = (uint16_t *)(scratch + at.weights);
+  for (int64_t i = 0; i < num * size && keys; i += LANES)
+    store_rounded(queries, i, load(q + i / (group * size) * q_stride + i % (group * size)), 1);
+  if (keys) score_run(queries, num, start, run->columns, scratch, width, scratch + at.keys, size);
+  CacheCursor cursor;
+#define FOR_ROWS \
+  cursor = *start; \
+  for (int64_t r = 0; r < run->num; r++, cursor.row++, cursor.next_row = (cursor.row + 1) % cursor.rows)
+  FOR_ROWS {
+    float *scores = scratch + r * group * width, *to = out + r * out_stride;
+    score_keys(q + r * q_stride, group, &cursor, keys, positions[r] + 1, scores, width, size, 1, BY_TILES);
+    weigh_scores(scores, group, positions[r] + 1, width, to, size, BY_TILES);
+    for (int64_t g = 0; g < group; g++)
+      for (int64_t t = 0; t < keys; t += LANES)
+        store_rounded(weights + (r * group + g) * keys, t, load(scores + g * width + t), 1);
+  }
+  if (keys) weigh_run(weights, num, start, run->columns, sums, scratch + at.values, size);
+  FOR_ROWS
+    weigh_values(&cursor, keys, positions[r] + 1, keys ? sums + r * group * size : NULL, group,
+                 scratch + r * group * width, width, out + r * out_stride, size, 1, BY_TILES);
+}
+
 static void attend_rows(Team *team, const Shape *s, const Layer *layer, float eps, float *qkv, const float *cos,
                         const float *sin, const int64_t *positions, void *const *keys, void *const *values, int64_t num_columns,
-                        const int32_t *source, float *out, float *scratch, int64_t rows) {
+                        const int32_t *source, float *out, float *scratch, int64_t rows, const Run *runs,
+                        int64_t num_runs) {
   int64_t size = s->size, group = s->heads / s->kv_heads, all_heads = s->heads + 2 * s->kv_heads;
   int narrow = (int)s->narrow, way = find_way(s->dots);
   vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
@@ -2360,6 +2503,23 @@ static void attend_rows(Team *team, const Shape *s, const Layer *layer, float ep
     }
   }
   wait_for_team(team);
+  if (num_runs) {
+    DYNAMIC_SHARED_FOR
+    for (int64_t item = 0; item < num_runs * s->kv_heads; item++) {
+      const Run *run = runs + item % num_runs;
+      int64_t head = item / num_runs, row = run->first, q_stride = all_heads * size, out_stride = s->heads * size;
+      const float *q = qkv + row * q_stride + head * group * size;
+      float *to = out + row * out_stride + head * group * size;
+      CacheCursor cursor = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
+                            (row + 1) % rows, head, positions[row] < SHORT_CONTEXT, run->num > 1, NULL, NULL};
+#define ATTEND_RUN(size) \
+  attend_run(run, &cursor, positions + row, group, q, q_stride, to, out_stride, scratch + THREAD * s->scratch_size, size)
+      if (size == 64) ATTEND_RUN(64);
+      else ATTEND_RUN(size);
+    }
+    wait_for_team(team);
+    return;
+  }
   SHARED_FOR /* rows that share columns are adjacent, so that these are in the CPU cache */
   for (int64_t item = 0; item < rows * s->kv_heads; item++) {
     int64_t row = item % rows, head = item / rows, position = positions[row];
@@ -2367,7 +2527,7 @@ static void attend_rows(Team *team, const Shape *s, const Layer *layer, float ep
     float *to = out + (row * s->heads + head * group) * size;
     int last = row + 1 == rows, last_head = head + 1 == s->kv_heads;
     CacheCursor cursor = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
-                         last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < SHORT_CONTEXT,
+                         last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < SHORT_CONTEXT, 0,
                          s->shared_offset ? shared : NULL, tag};
 #define ATTEND(size, narrow, way) attend(q, group, &cursor, position + 1, scores, to, size, narrow, way)
 #define ATTEND_BY_WAY(size) \
@@ -2404,6 +2564,8 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
   int64_t hidden = s->hidden, inner = s->inner, width = s->heads * s->size, n = s->scratch_size;
   int narrow = (int)s->narrow, format = (int)s->format;
   Team all_threads = {0}, *team = &all_threads;
+  Run runs[rows];
+  int64_t num_runs = find_runs(s, source, positions, rows, runs);
 #ifdef _OPENMP
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
 #endif
@@ -2440,7 +2602,8 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
       CHANGE(0, normed, hidden, s->block_hidden, y, qkv_width, width);
       CHANGE(1, normed, hidden, s->block_hidden, y + width, qkv_width, kv_width);
       CHANGE(2, normed, hidden, s->block_hidden, y + width + kv_width, qkv_width, kv_width);
-      attend_rows(team, s, layer, eps, y, cos, sin, positions, keys, values, num_columns, source, z, scratch, rows);
+      attend_rows(team, s, layer, eps, y, cos, sin, positions, keys, values, num_columns, source, z, scratch, rows,
+                  runs, num_runs);
       product(team, &out, &gate_up, z, y, scratch, n, rows);
       CHANGE(3, z, width, s->block_heads, y, hidden, hidden);
       norm_rows(team, x, y, layer->mlp_norm, eps, normed, rows, hidden);

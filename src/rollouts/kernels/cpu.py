@@ -166,6 +166,7 @@ def library() -> ctypes.CDLL | None:
     loaded.enable_amx.argtypes, loaded.enable_amx.restype = [_I], _I
     loaded.quantized_size.argtypes, loaded.quantized_size.restype = [_I, _I], _I
     loaded.backward_scratch_size.argtypes, loaded.backward_scratch_size.restype = [_P], _I
+    loaded.run_scratch_size.argtypes, loaded.run_scratch_size.restype = [_P, _I], _I
     loaded.max_rank.argtypes, loaded.max_rank.restype = [], _I
     loaded.has_dots.argtypes, loaded.has_dots.restype = [], ctypes.c_int
     _enable_amx(loaded)
@@ -605,6 +606,12 @@ def max_rank() -> int:
 def supports_head_dim(size: int) -> bool:
     """Whether the decode step supports heads of this size."""
     return size % LANES == 0 and size <= MAX_HEAD_DIM
+
+
+def run_scratch_size(shape: ShapeStruct, columns: int) -> int:
+    """Floats that a thread needs where AMX computes the attention of rows to up to `columns` columns in common."""
+    kernels = library()
+    return 0 if kernels is None else int(kernels.run_scratch_size(ctypes.addressof(shape), columns))
 
 
 def supports_rounded_queries(dim: int) -> bool:

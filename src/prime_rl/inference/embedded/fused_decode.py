@@ -114,6 +114,7 @@ class FusedDecode(DecodeBackend):
         shape.shared_offset = shape.scratch_size if self._shares else 0
         if self._shares:  # a flag for each block, and its keys as transposed by the kernel
             shape.scratch_size += _in_lanes(self._num_blocks) + self._num_blocks * BLOCK * shape.size
+            shape.scratch_size = max(shape.scratch_size, cpu_kernels.run_scratch_size(shape, self._num_blocks))
         work = torch.empty(rows * 2 * (decoder.hidden + self._widest))
         scratch, logits = torch.empty(shape.threads * shape.scratch_size), self._logits
         cpu_kernels.call(

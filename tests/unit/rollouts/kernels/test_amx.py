@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,10 @@ def build(head_dim: int = 32, layers: int = 2) -> CausalLM:
     return model.bfloat16().requires_grad_(False)
 
 
+def draw_prompt(length: int) -> list[int]:
+    return torch.randint(90, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
 def generate(engine: EmbeddedEngine, *requests: GenerationRequest) -> list[Output]:
     for one in requests:
         engine.add(one)
@@ -231,10 +235,31 @@ def test_decode_steps_and_prefill_agree_on_this_cpu(head_dim: int) -> None:
     """
     engine = EmbeddedEngine(build(head_dim, 6), exact=False, max_model_len=512, enable_prefix_caching=False)
     assert engine._decoder.fused is not None and engine._decoder.fused.rounds_queries
-    prompts = [torch.randint(90, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 40, 130, 300)]
+    prompts = [draw_prompt(length) for length in (3, 40, 130, 300)]
     requests = [GenerationRequest(prompts[i // 2], SamplingParams(max_tokens=150, seed=i)) for i in range(8)]
     for output in generate(engine, *requests):
         assert score(engine, output) == list(output.logprobs)
+
+
+def compare_groups(model: Callable[[], CausalLM], lengths: list[int], group: int, new: int) -> None:
+    """Groups of one prompt, whose blocks in common are multiplied for all of a group, have the bits of prefill."""
+    engine = EmbeddedEngine(model(), exact=False, max_model_len=512)
+    alone = EmbeddedEngine(model(), exact=False, max_model_len=512, enable_prefix_caching=False)
+    prompts = [draw_prompt(length) for length in lengths for _ in range(group)]
+    prompts.append(prompts[-1][:130] + draw_prompt(170))  # only its first block is the group's
+    requests = [GenerationRequest(prompt, SamplingParams(max_tokens=new, seed=i)) for i, prompt in enumerate(prompts)]
+    for output in generate(engine, *requests):
+        assert score(alone, output) == list(output.logprobs)
+
+
+def test_groups_in_emulation(kernels: ctypes.CDLL) -> None:
+    compare_groups(build, [140], 5, 3)
+
+
+@pytest.mark.parametrize(("head_dim", "threads"), [(32, 1), (64, 2), (96, 2), (128, 1)])
+def test_groups_on_this_cpu(head_dim: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    compare_groups(lambda: build(head_dim, 6), [90, 130, 254, 300], 9, 20)
 
 
 def test_code_for_amx_runs_where_linux_refuses_it(tmp_path: Path) -> None:
