@@ -65,9 +65,8 @@ class FusedDecoder:
         qkv, out, gated, down = layers[0].products
         self.scratch = [max(each) for each in zip(*(p.scratch for p in (qkv, out, gated, down, head)), strict=True)]
         narrow = weight.dtype == torch.bfloat16
-        self.rounds_queries = (
-            narrow and qkv.format == cpu_kernels.DOTS and cpu_kernels.supports_rounded_queries(config.head_dim)
-        )
+        rounds = narrow and qkv.format in (cpu_kernels.DOTS, cpu_kernels.INT8)
+        self.rounds_queries = rounds and cpu_kernels.supports_rounded_queries(config.head_dim)
         self.shape = cpu_kernels.ShapeStruct(
             *(len(layers), config.hidden_size, heads, kv_heads, config.head_dim, config.intermediate_size),
             *(config.vocab_size, qkv.block, out.block, down.block, narrow, self.rounds_queries, qkv.format),
