@@ -28,7 +28,6 @@
 #define STATIC_FOR _Pragma("omp for schedule(static)")   /* inside a parallel region; barrier at the end */
 #define DYNAMIC_FOR _Pragma("omp for schedule(dynamic)") /* the same with dynamic scheduling */
 #define SHARED_FOR _Pragma("omp for schedule(static) nowait") /* without a barrier: see `wait_for_team` */
-#define DYNAMIC_SHARED_FOR _Pragma("omp for schedule(dynamic) nowait")
 #define THREAD omp_get_thread_num()
 #define THREADS omp_get_num_threads()
 #else
@@ -36,7 +35,6 @@
 #define STATIC_FOR
 #define DYNAMIC_FOR
 #define SHARED_FOR
-#define DYNAMIC_SHARED_FOR
 #define THREAD 0
 #define THREADS 1
 #endif
@@ -2366,9 +2364,10 @@ typedef struct {
 
 enum { RUN_QUERIES = 4 * AMX_ROWS }; /* at most so many queries of a key head in a run, if a row has no more */
 
-/* The runs of a step if columns that rows share are multiplied by AMX, or none. No thread gets a single long one. */
+/* The runs of a step, short enough to be divided among the threads; none without AMX or columns in common. */
 static int64_t find_runs(const Shape *s, const int32_t *source, const int64_t *positions, int64_t rows, Run *runs) {
-  int64_t num = 0, most = RUN_QUERIES * s->kv_heads / s->heads, fair = rows * s->kv_heads / (2 * s->threads);
+  int64_t num = 0, in_common = 0, most = RUN_QUERIES * s->kv_heads / s->heads;
+  int64_t fair = rows * s->kv_heads / (2 * s->threads);
   most = fair < 1 || most < 1 ? 1 : fair < most ? fair : most;
   for (int64_t row = 0, count; s->shared_offset && find_way(s->dots) == BY_TILES && row < rows; row += count, num++) {
     int64_t columns = 0;
@@ -2381,8 +2380,9 @@ static int64_t find_runs(const Shape *s, const int32_t *source, const int64_t *p
     int64_t parts = (count + most - 1) / most;
     count = (count + parts - 1) / parts;
     runs[num] = (Run){row, count, count > 1 ? columns : 0};
+    in_common += runs[num].columns;
   }
-  return num;
+  return in_common ? num : 0;
 }
 
 /* What `attend_run` has in its scratch, in floats. */
@@ -2504,10 +2504,10 @@ static void attend_rows(Team *team, const Shape *s, const Layer *layer, float ep
   }
   wait_for_team(team);
   if (num_runs) {
-    DYNAMIC_SHARED_FOR
     for (int64_t item = 0; item < num_runs * s->kv_heads; item++) {
       const Run *run = runs + item % num_runs;
       int64_t head = item / num_runs, row = run->first, q_stride = all_heads * size, out_stride = s->heads * size;
+      if ((head * rows + row) * THREADS / (rows * s->kv_heads) != THREAD) continue; /* as many rows for each thread */
       const float *q = qkv + row * q_stride + head * group * size;
       float *to = out + row * out_stride + head * group * size;
       CacheCursor cursor = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
