@@ -2162,9 +2162,9 @@ typedef struct {
   int64_t at, count;
 } Ahead;
 
-/* Keys and values apart: those of the next row. Short contexts (`brief`): keys and values of the next row and head, half of them while this one reads keys and half
- * while it reads values (`weighing`), so that two memory streams are busy. Long contexts: this row's own values, then
- * the keys of the next row. */
+/* Keys and values `apart`: those of the next row. Short contexts (`brief`): keys and values of the next row and head, half
+ * of them while this one reads keys and half while it reads values (`weighing`), so that two memory streams are busy. Long
+ * contexts: this row's own values, then the keys of the next row. */
 ALWAYS Ahead ahead_of(const CacheCursor *p, int64_t size, int64_t j, int weighing) {
   int64_t own = !p->brief && !p->apart && !weighing, all = LANES * size;
   if (!own && next_shares(p, j)) return (Ahead){NULL, NULL, 0, 0};
@@ -2338,7 +2338,8 @@ ALWAYS void weigh_values(const CacheCursor *p, int64_t first, int64_t length, co
 }
 
 /* The weights of the scores, in their place, and the scales of BY_TILES, in `out`. */
-ALWAYS void weigh_scores(float *scores, int64_t group, int64_t length, int64_t width, float *out, int64_t size, int way) {
+ALWAYS void weigh_scores(float *scores, int64_t group, int64_t length, int64_t width, float *out, int64_t size,
+                         int way) {
   for (int64_t g = 0; g < group; g++) {
     float *row = scores + g * width;
     int64_t whole = whole_vectors(length);
@@ -2420,8 +2421,8 @@ static void score_run(const void *queries, int64_t num, const CacheCursor *p, in
 }
 
 /* Sums of the values of these columns, with bf16 weights. */
-static void weigh_run(const void *weights, int64_t num, const CacheCursor *p, int64_t columns, float *sums, float *packed,
-                      int64_t size) {
+static void weigh_run(const void *weights, int64_t num, const CacheCursor *p, int64_t columns, float *sums,
+                      float *packed, int64_t size) {
   int64_t keys = columns * KEYS;
   for (int64_t t = 0; t < keys; t += LANES) {
     int64_t j = t / KEYS, at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + t % KEYS * size;
@@ -2436,15 +2437,15 @@ static void weigh_run(const void *weights, int64_t num, const CacheCursor *p, in
 #else
 static void score_run(const void *queries, int64_t num, const CacheCursor *p, int64_t columns, float *scores,
                       int64_t width, float *packed, int64_t size) {}
-static void weigh_run(const void *weights, int64_t num, const CacheCursor *p, int64_t columns, float *sums, float *packed,
-                      int64_t size) {}
+static void weigh_run(const void *weights, int64_t num, const CacheCursor *p, int64_t columns, float *sums,
+                      float *packed, int64_t size) {}
 #endif
 
-/* `attend` for the rows of a run, of which `cursor` is at the first: their columns in common are multiplied by AMX, for
+/* `attend` for the rows of a run, of which `start` is at the first: their columns in common are multiplied by AMX, for
  * all of them at once, and what follows row by row, with the same bits. Rows of q and out have `q_stride` and `out_stride`
  * elements. */
-ALWAYS void attend_run(const Run *run, const CacheCursor *start, const int64_t *positions, int64_t group, const float *q,
-                       int64_t q_stride, float *out, int64_t out_stride, float *scratch, int64_t size) {
+ALWAYS void attend_run(const Run *run, const CacheCursor *start, const int64_t *positions, int64_t group,
+                       const float *q, int64_t q_stride, float *out, int64_t out_stride, float *scratch, int64_t size) {
   int64_t num = run->num * group, keys = run->columns * KEYS, width = 0;
   for (int64_t r = 0; r < run->num; r++)
     if (whole_vectors(positions[r] + 1) > width) width = whole_vectors(positions[r] + 1);
@@ -2473,9 +2474,9 @@ ALWAYS void attend_run(const Run *run, const CacheCursor *start, const int64_t *
 }
 
 static void attend_rows(Team *team, const Shape *s, const Layer *layer, float eps, float *qkv, const float *cos,
-                        const float *sin, const int64_t *positions, void *const *keys, void *const *values, int64_t num_columns,
-                        const int32_t *source, float *out, float *scratch, int64_t rows, const Run *runs,
-                        int64_t num_runs) {
+                        const float *sin, const int64_t *positions, void *const *keys, void *const *values,
+                        int64_t num_columns, const int32_t *source, float *out, float *scratch, int64_t rows,
+                        const Run *runs, int64_t num_runs) {
   int64_t size = s->size, group = s->heads / s->kv_heads, all_heads = s->heads + 2 * s->kv_heads;
   int narrow = (int)s->narrow, way = find_way(s->dots);
   vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
@@ -2544,8 +2545,8 @@ static void attend_rows(Team *team, const Shape *s, const Layer *layer, float ep
   wait_for_team(team);
 }
 
-static void norm_rows(Team *team, float *x, const float *added, const float *weight, float eps, float *out, int64_t rows,
-                      int64_t size) {
+static void norm_rows(Team *team, float *x, const float *added, const float *weight, float eps, float *out,
+                      int64_t rows, int64_t size) {
   SHARED_FOR
   for (int64_t r = 0; r < rows; r++) {
     if (added) ROW(i, size) STORE(x + r * size, i, size, LOAD(added + r * size, i, size) + LOAD(x + r * size, i, size));
