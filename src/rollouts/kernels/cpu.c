@@ -828,6 +828,20 @@ static void quantize_group(const float *x, int64_t count, int8_t *out, float *sc
   for (int i = 0; i < LANES; i++) *sum_of += total[i];
 }
 
+/* Round to bf16, stored as such at index i (`packs`) or in fp32. */
+ALWAYS void store_rounded(void *out, int64_t i, vec x, int packs) {
+#ifdef __AVX512BF16__
+  __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+  if (packs) memcpy((uint16_t *)out + i, &rounded, sizeof rounded);
+  else store((float *)out + i, (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16));
+#endif
+}
+
+/* Round `size` numbers, a multiple of LANES, to bf16. */
+ALWAYS void round_row(const float *x, uint16_t *out, int64_t size) {
+  for (int64_t i = 0; i < size; i += LANES) store_rounded(out, i, load(x + i), 1);
+}
+
 /* Activations in the format that the weight needs: x itself, or x rounded to bf16 (DOTS) or quantized (INT8) in
  * `scratch`. */
 static const void *in_format(const float *x, float *scratch, int64_t rows, int64_t inputs, int format) {
@@ -844,13 +858,9 @@ static const void *in_format(const float *x, float *scratch, int64_t rows, int64
     }
   if (format == INT8) return scratch;
   if (format != DOTS) return x;
-#ifdef __AVX512BF16__
   for (int64_t r = 0; r < rows; r++)
-    ROW(i, whole_steps(inputs)) {
-      __m256bh rounded = _mm512_cvtneps_pbh((__m512)LOAD(x + r * inputs, i, inputs));
-      memcpy((uint16_t *)scratch + r * whole_steps(inputs) + i, &rounded, sizeof rounded);
-    }
-#endif
+    ROW(i, whole_steps(inputs))
+      store_rounded((uint16_t *)scratch + r * whole_steps(inputs), i, LOAD(x + r * inputs, i, inputs), 1);
   return scratch;
 }
 
@@ -1219,12 +1229,18 @@ static int use_amx; /* see `enable_amx` */
 ALWAYS int64_t amx_tiles(int64_t rows) { return (rows + AMX_ROWS - 1) / AMX_ROWS; }
 ALWAYS int64_t amx_height(int64_t rows) { return (rows + amx_tiles(rows) - 1) / amx_tiles(rows); }
 
-/* Bytes to prefetch per step of `amx_sums`, if each tile of rows takes `steps` of them for all `bytes`. */
-ALWAYS int64_t amx_ahead(int64_t bytes, int64_t steps, int64_t rows) {
-  return (bytes / (steps * amx_tiles(rows)) + 63) / 64 * 64;
+/* Bytes to prefetch in a part of `amx_sums`, if each tile of rows takes `parts` of them for all `bytes`. */
+ALWAYS int64_t amx_ahead(int64_t bytes, int64_t parts, int64_t rows) {
+  return (bytes / (parts * amx_tiles(rows)) + 63) / 64 * 64;
 }
 
-enum { NEAR = 1024 }; /* bytes of a tile, which a quarter of a step of `amx_sums` takes */
+/* Prefetch `bytes` bytes; returns where they end. */
+ALWAYS const char *fetch_on(const char *from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+  return from + bytes;
+}
+
+enum { NEAR = 1024, PARTS = 4 }; /* bytes of a tile, which each of the parts of a step of `amx_sums` takes */
 
 /* Prefetch the NEAR bytes behind these, into the first cache: the tiles of few rows take their weights as fast as memory
  * gives them. */
@@ -1235,8 +1251,8 @@ ALWAYS void fetch_near(const char *weights, Following following) {
 }
 
 /* Tiles 0 to 3 = sums over `steps` times 64 bytes: 4 x 16 outputs of the rows at x (tile 4), or 2 x 16 outputs of these
- * and then of the rows at `second` (tile 5). `row`: bytes between rows. Prefetches `ahead`, `share` bytes per step, or by
- * `fetch_near`. */
+ * and then of the rows at `second` (tile 5). `row`: bytes between rows. Prefetches `ahead`, `share` bytes per part, or by
+ * `fetch_near`: at an even pace, because lines that are prefetched at once wait for each other and let tiles wait. */
 ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char *panel, int64_t steps,
                      const char *ahead, int64_t share, Following following, int format) {
 #define AMX_ADD(sum, a, b) \
@@ -1249,23 +1265,28 @@ ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char 
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
+  if (following.end) share = 0;
   for (int64_t k = 0; k < steps; k++) {
     const char *weights = panel + k * AMX_ROWS * 4 * PANEL;
-    for (int64_t i = 0; i < share && !following.end; i += 64) __builtin_prefetch(ahead + k * share + i, 0, 2);
+    ahead = fetch_on(ahead, share);
     _tile_loadd(4, x + 64 * k, row);
     fetch_near(weights, following);
     _tile_loadd(6, weights, 4 * PANEL);
     fetch_near(weights + NEAR, following);
+    ahead = fetch_on(ahead, share);
     _tile_loadd(7, weights + 64, 4 * PANEL);
     AMX_ADD(0, 4, 6);
+    ahead = fetch_on(ahead, share);
     AMX_ADD(1, 4, 7);
     if (second) {
       _tile_loadd(5, second + 64 * k, row);
+      ahead = fetch_on(ahead, share);
       AMX_ADD(2, 5, 6);
       AMX_ADD(3, 5, 7);
     } else {
       fetch_near(weights + 2 * NEAR, following);
       _tile_loadd(6, weights + 128, 4 * PANEL);
+      ahead = fetch_on(ahead, share);
       fetch_near(weights + 3 * NEAR, following);
       _tile_loadd(7, weights + 192, 4 * PANEL);
       AMX_ADD(2, 4, 6);
@@ -1274,18 +1295,29 @@ ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char 
   }
 }
 
+enum { LARGE = 1 << 20 }; /* elements that are written past the caches: logits, whose rows even share a few lines of them */
+
+/* Write a row of a panel's outputs. */
+ALWAYS void write_row(float *out, const float *from, int64_t columns, int is_large) {
+  if (is_large && columns == PANEL && (uintptr_t)out % 64 == 0)
+    for (int64_t c = 0; c < PANEL; c += LANES) _mm512_stream_ps(out + c, (__m512)load(from + c));
+  else memcpy(out, from, sizeof(float) * (size_t)columns);
+}
+
 /* `tiles` for DOTS, of rows `row` bytes apart; `inputs` is a multiple of STEP. */
 static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *panel, float *out, int64_t outputs,
                      int64_t columns, Following following, int64_t rows) {
   int64_t height = amx_height(rows), steps = inputs / STEP;
-  int64_t share = amx_ahead(following.next.bytes, steps, rows), width = columns < PANEL ? PANEL : outputs;
+  int64_t share = amx_ahead(following.next.bytes, PARTS * steps, rows);
+  int is_large = rows * outputs > LARGE, copies = is_large || columns < PANEL;
+  int64_t width = copies ? PANEL : outputs;
   const char *ahead = following.next.from;
-  float part[2][AMX_ROWS * PANEL] __attribute__((aligned(64))); /* of a panel with fewer columns */
+  float part[2][AMX_ROWS * PANEL] __attribute__((aligned(64)));
   for (int64_t r = 0; r < rows; r += 2 * height) {
     int64_t last = rows - height, num = r < last ? 2 : 1;
     int64_t from[] = {r < last ? r : last, r + height < last ? r + height : last};
     float *to[2];
-    for (int i = 0; i < num; i++) to[i] = columns < PANEL ? part[i] : out + from[i] * outputs;
+    for (int i = 0; i < num; i++) to[i] = copies ? part[i] : out + from[i] * outputs;
     if (num == 1) {
       amx_sums(x + from[0] * row, NULL, row, panel, steps, ahead, share, following, DOTS);
       _tile_stored(0, to[0], 4 * width);
@@ -1293,24 +1325,25 @@ static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *pan
       _tile_stored(2, to[0] + 32, 4 * width);
       _tile_stored(3, to[0] + 48, 4 * width);
     }
-    for (int64_t c = 0; c < PANEL && num == 2; c += HALF, ahead += steps * share) {
+    for (int64_t c = 0; c < PANEL && num == 2; c += HALF, ahead += PARTS * steps * share) {
       amx_sums(x + from[0] * row, x + from[1] * row, row, panel + 4 * c, steps, ahead, share, following, DOTS);
       _tile_stored(0, to[0] + c, 4 * width);
       _tile_stored(1, to[0] + c + 16, 4 * width);
       _tile_stored(2, to[1] + c, 4 * width);
       _tile_stored(3, to[1] + c + 16, 4 * width);
     }
-    for (int64_t i = 0; i < num * height && columns < PANEL; i++)
-      memcpy(out + (from[i / height] + i % height) * outputs, part[i / height] + i % height * PANEL,
-             sizeof(float) * (size_t)columns);
+    for (int64_t i = 0; i < num * height && copies; i++)
+      write_row(out + (from[i / height] + i % height) * outputs, part[i / height] + i % height * PANEL, columns, is_large);
   }
+  if (is_large) _mm_sfence();
 }
 
 /* `tiles_of_int8` with the same bits. */
 static void amx_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs, int64_t columns,
                      Memory next, int64_t rows) {
   int64_t height = amx_height(rows), row = quantized_size(inputs, 0), padded = padded_inputs(inputs);
-  int64_t groups = num_groups(inputs), share = amx_ahead(next.bytes, padded / 64, rows);
+  int64_t groups = num_groups(inputs), share = amx_ahead(next.bytes, 2 * PARTS * padded / 64, rows);
+  int is_large = rows * outputs > LARGE;
   const char *ahead = next.from;
   for (int64_t r = 0; r < rows; r += height) {
     int64_t from = r < rows - height ? r : rows - height;
@@ -1319,22 +1352,25 @@ static void amx_int8(const char *x, int64_t inputs, const char *panel, float *ou
       int64_t first = g * GROUP, steps = (padded - first < GROUP ? padded - first : GROUP) / 64;
       const char *weights = panel + g * (GROUP + 4) * PANEL, *scales = weights + steps * 64 * PANEL;
       amx_sums(x + from * row + first, NULL, row, weights, steps, ahead, share, (Following){next, NULL}, INT8);
-      ahead += steps * share;
+      ahead += PARTS * steps * share;
+      int64_t rest = amx_ahead(PARTS * steps * share, height, 1); /* while tiles rest, as much as while they work */
       _tile_stored(0, sums[0], 4 * PANEL);
       _tile_stored(1, sums[0] + 16, 4 * PANEL);
       _tile_stored(2, sums[0] + 32, 4 * PANEL);
       _tile_stored(3, sums[0] + 48, 4 * PANEL);
-      for (int64_t i = 0; i < height; i++)
+      for (int64_t i = 0; i < height; i++) {
+        ahead = fetch_on(ahead, rest);
         ROW(c, PANEL) {
           const float *own = (const float *)(x + (from + i) * row + padded);
           ivec sum = (ivec)load(sums[i] + c) - 128 * ((const int32_t *)own)[groups + g];
           vec scale = load((const float *)scales + c) * all(own[g]);
           store(totals[i] + c, fma_of(__builtin_convertvector(sum, vec), scale, load(totals[i] + c)));
         }
+      }
     }
-    for (int64_t i = 0; i < height; i++)
-      memcpy(out + (from + i) * outputs, totals[i], sizeof(float) * (size_t)columns);
+    for (int64_t i = 0; i < height; i++) write_row(out + (from + i) * outputs, totals[i], columns, is_large);
   }
+  if (is_large) _mm_sfence();
 }
 #endif
 
@@ -1383,6 +1419,7 @@ typedef struct {
   const float *bias; /* or NULL */
   int64_t block, outputs, inputs;
   int format, kind;
+  int rounds; /* GATED: the outputs, a multiple of STEP, are bf16 */
 } Linear;
 
 ALWAYS int64_t panel_bytes(const Linear *l) {
@@ -1444,7 +1481,10 @@ static void panel_product(const Linear *l, const void *x, float *out, float *scr
   if (l->bias) add_bias(to + HALF, stride, l->bias + inner + first, rows, columns);
   for (int64_t r = 0; r < rows; r++) {
     const float *left = pairs + r * PANEL, *right = left + HALF;
-    if (l->kind == GATED) {
+    if (l->kind == GATED && l->rounds) {
+      gated_row(left, right, pairs + r * PANEL, HALF);
+      round_row(left, (uint16_t *)out + r * inner + first, HALF);
+    } else if (l->kind == GATED) {
       gated_row(left, right, out + r * inner + first, columns);
     } else {
       memcpy(out + r * outputs + first, left, sizeof(float) * (size_t)columns);
@@ -1532,11 +1572,12 @@ static void wait_for_team(Team *team) {
 
 /* out = x packed^T + bias. The threads of the parallel region share the panels; each has `scratch_size` elements of
  * `scratch`, for `in_format` and for `panel_product`. Panels that would leave a thread idle are split by rows. At the end
- * a thread prefetches its first panel of `after`, unless that is NULL. */
-static void product(Team *team, const Linear *l, const Linear *after, const float *x, float *out, float *scratch,
-                    int64_t scratch_size, int64_t rows) {
+ * a thread prefetches its first panel of `after`, unless that is NULL. `ready`: x in the format of the weight, or NULL. */
+static void product(Team *team, const Linear *l, const Linear *after, const float *x, const void *ready, float *out,
+                    float *scratch, int64_t scratch_size, int64_t rows) {
   float *mine = scratch + THREAD * scratch_size;
-  const char *rounded = in_format(x, mine, rows, l->inputs, l->format); /* in every thread: faster than a barrier */
+  const char *rounded = ready; /* otherwise every thread converts x: faster than a barrier */
+  if (!ready) rounded = in_format(x, mine, rows, l->inputs, l->format);
   mine += rounded_size(rows, l->inputs, l->format);
   int64_t panels = num_panels(l->outputs, l->kind), width = l->kind == GATED ? l->outputs / 2 : l->outputs;
   int64_t each = share_panels(l, rows), end = (THREAD + 1) * each < panels ? (THREAD + 1) * each : panels;
@@ -1544,8 +1585,8 @@ static void product(Team *team, const Linear *l, const Linear *after, const floa
   Memory next = after ? panel_of(after, THREAD * share_panels(after, rows)) : (Memory){l->packed, 0};
   panel_products(l, rounded, out, mine, THREAD * each, end, THREADS * each < panels ? panel_of(l, THREADS * each) : next,
                  rows);
-  panel_products(l, rounded + first * row_size(l->inputs, l->format), out + first * width, mine, THREADS * each, panels,
-                 next, num);
+  float *rest = (float *)((char *)out + first * width * (l->rounds ? 2 : 4));
+  panel_products(l, rounded + first * row_size(l->inputs, l->format), rest, mine, THREADS * each, panels, next, num);
   wait_for_team(team);
 }
 
@@ -1564,7 +1605,7 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
   if (rows <= max_panel_parallel_rows(threads)) {
-    product(NULL, &l, NULL, x, out, scratch, scratch_size, rows);
+    product(NULL, &l, NULL, x, NULL, out, scratch, scratch_size, rows);
   } else {
     DYNAMIC_FOR
     for (int64_t r = 0; r < rows; r += batch) {
@@ -1700,15 +1741,6 @@ static void pack_keys(const float *keys, int64_t stride, float *packed, int64_t 
 enum { WIDE, BY_DOTS, BY_TILES };
 
 ALWAYS int find_way(int64_t dots) { return !dots ? WIDE : use_amx ? BY_TILES : BY_DOTS; }
-
-/* Round to bf16, stored as such at index i (`packs`) or in fp32. */
-ALWAYS void store_rounded(void *out, int64_t i, vec x, int packs) {
-#ifdef __AVX512BF16__
-  __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
-  if (packs) memcpy((uint16_t *)out + i, &rounded, sizeof rounded);
-  else store((float *)out + i, (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16));
-#endif
-}
 
 /* Scale a query and write it in fp32, or rounded to bf16 (`packs`: as such); `out` may alias `x`. */
 ALWAYS void scale_query(const float *x, vec scale, void *out, int64_t size, int rounds, int packs) {
@@ -2475,8 +2507,8 @@ ALWAYS void attend_run(const Run *run, const CacheCursor *start, const int64_t *
 
 static void attend_rows(Team *team, const Shape *s, const Layer *layer, float eps, float *qkv, const float *cos,
                         const float *sin, const int64_t *positions, void *const *keys, void *const *values,
-                        int64_t num_columns, const int32_t *source, float *out, float *scratch, int64_t rows,
-                        const Run *runs, int64_t num_runs) {
+                        int64_t num_columns, const int32_t *source, float *out, uint16_t *rounded, float *scratch,
+                        int64_t rows, const Run *runs, int64_t num_runs) {
   int64_t size = s->size, group = s->heads / s->kv_heads, all_heads = s->heads + 2 * s->kv_heads;
   int narrow = (int)s->narrow, way = find_way(s->dots);
   vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
@@ -2517,6 +2549,8 @@ static void attend_rows(Team *team, const Shape *s, const Layer *layer, float ep
   attend_run(run, &cursor, positions + row, group, q, q_stride, to, out_stride, scratch + THREAD * s->scratch_size, size)
       if (size == 64) ATTEND_RUN(64);
       else ATTEND_RUN(size);
+      for (int64_t r = 0; r < run->num && rounded; r++)
+        round_row(to + r * out_stride, rounded + (to - out) + r * out_stride, group * size);
     }
     wait_for_team(team);
     return;
@@ -2541,22 +2575,48 @@ static void attend_rows(Team *team, const Shape *s, const Layer *layer, float ep
     if (size == 64) ATTEND_BY_WAY(64);
     else if (size == 128) ATTEND_BY_WAY(128);
     else ATTEND(size, narrow, way);
+    if (rounded) round_row(to, rounded + (to - out), group * size);
   }
   wait_for_team(team);
 }
 
-static void norm_rows(Team *team, float *x, const float *added, const float *weight, float eps, float *out,
-                      int64_t rows, int64_t size) {
+/* x += added, unless that is NULL; out = the norms of x, and `ready` the same `in_format`. */
+static void norm_rows(Team *team, float *x, const float *added, const float *weight, float eps, float *out, void *ready,
+                      int64_t rows, int64_t size, int format) {
   SHARED_FOR
   for (int64_t r = 0; r < rows; r++) {
     if (added) ROW(i, size) STORE(x + r * size, i, size, LOAD(added + r * size, i, size) + LOAD(x + r * size, i, size));
     norm_row(x + r * size, weight, eps, out + r * size, size);
+    if (ready) in_format(out + r * size, (float *)((char *)ready + r * row_size(size, format)), 1, size, format);
   }
   wait_for_team(team);
 }
 
+/* The activations of a decode step. Each thread computes some, which all threads then read. */
+typedef struct {
+  float *x, *normed, *y, *z;
+  void *ready_norms, *ready; /* norms, and inputs of the other products, see `product`; or NULL */
+} Activations;
+
+/* Divides `work` among them; returns the number of its elements. */
+static int64_t lay_out(Activations *a, const Shape *s, float *work, int64_t widest, int64_t rows) {
+  int64_t size = 0, width = s->heads * s->size, format = s->format;
+#define TAKE(count) (size += whole_vectors(count), work + size - whole_vectors(count))
+  a->x = TAKE(rows * s->hidden), a->normed = TAKE(rows * s->hidden), a->y = TAKE(rows * widest), a->z = TAKE(rows * widest);
+  a->ready_norms = format == DOTS || format == INT8 ? TAKE(rounded_size(rows, s->hidden, (int)format)) : NULL;
+  a->ready = format == DOTS && width % STEP == 0 && s->inner % STEP == 0
+                 ? TAKE(rounded_size(rows, width > s->inner ? width : s->inner, DOTS)) : NULL;
+  return size;
+}
+
+/* Elements of `work` that `decode` needs for so many rows, of at most `widest` elements. */
+int64_t decode_work_size(const Shape *s, int64_t widest, int64_t rows) {
+  Activations unused;
+  return lay_out(&unused, s, NULL, widest, rows);
+}
+
 /* Logits of the next tokens, [num_wanted, vocab], of the `wanted` rows. `columns` has, for each layer, the addresses of
- * the key columns and then of the value columns; `work` has rows x (2 hidden + 2 widest) elements. */
+ * the key columns and then of the value columns; `work` has `decode_work_size` elements. */
 void decode(const Shape *s, const Layer *layers, const void *embedding, const float *last_norm, const void *head,
             float eps, const float *cos, const float *sin, const int64_t *tokens, const int64_t *positions,
             void *const *columns, int64_t num_columns, const int32_t *source, float *work, int64_t widest,
@@ -2567,11 +2627,14 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
   Team all_threads = {0}, *team = &all_threads;
   Run runs[rows];
   int64_t num_runs = find_runs(s, source, positions, rows, runs);
+  Activations all_rows;
+  lay_out(&all_rows, s, work, widest, rows);
 #ifdef _OPENMP
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
 #endif
   {
-    float *x = work, *normed = x + rows * hidden, *y = normed + rows * hidden, *z = y + rows * widest;
+    float *x = all_rows.x, *normed = all_rows.normed, *y = all_rows.y, *z = all_rows.z;
+    void *ready_norms = all_rows.ready_norms, *ready = num_items ? NULL : all_rows.ready; /* deltas need fp32 */
     SHARED_FOR
     for (int64_t r = 0; r < rows; r++) {
       int64_t i = 0;
@@ -2595,20 +2658,20 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
       Linear qkv = {layer->qkv, layer->qkv_bias, s->block_hidden, qkv_width, hidden, format, PLAIN};
       Linear out = {layer->out, layer->out_bias, s->block_heads, hidden, width, format, PLAIN};
       Linear gate_up = {layer->gate_up, layer->gate_up_bias, s->block_hidden, 2 * inner, hidden, format,
-                        num_items ? PAIRED : GATED};
+                        num_items ? PAIRED : GATED, ready != NULL};
       Linear down = {layer->down, layer->down_bias, s->block_inner, hidden, inner, format, PLAIN}, next = last;
       if (l + 1 < s->layers) next = qkv, next.packed = then->qkv;
-      norm_rows(team, x, l ? y : NULL, layer->norm, eps, normed, rows, hidden);
-      product(team, &qkv, &out, normed, y, scratch, n, rows);
+      norm_rows(team, x, l ? y : NULL, layer->norm, eps, normed, ready_norms, rows, hidden, format);
+      product(team, &qkv, &out, normed, ready_norms, y, scratch, n, rows);
       CHANGE(0, normed, hidden, s->block_hidden, y, qkv_width, width);
       CHANGE(1, normed, hidden, s->block_hidden, y + width, qkv_width, kv_width);
       CHANGE(2, normed, hidden, s->block_hidden, y + width + kv_width, qkv_width, kv_width);
-      attend_rows(team, s, layer, eps, y, cos, sin, positions, keys, values, num_columns, source, z, scratch, rows,
-                  runs, num_runs);
-      product(team, &out, &gate_up, z, y, scratch, n, rows);
+      attend_rows(team, s, layer, eps, y, cos, sin, positions, keys, values, num_columns, source, z, ready, scratch,
+                  rows, runs, num_runs);
+      product(team, &out, &gate_up, z, ready, y, scratch, n, rows);
       CHANGE(3, z, width, s->block_heads, y, hidden, hidden);
-      norm_rows(team, x, y, layer->mlp_norm, eps, normed, rows, hidden);
-      product(team, &gate_up, &down, normed, z, scratch, n, rows);
+      norm_rows(team, x, y, layer->mlp_norm, eps, normed, ready_norms, rows, hidden, format);
+      product(team, &gate_up, &down, normed, ready_norms, ready ? ready : z, scratch, n, rows);
       if (num_items) {
         CHANGE(4, normed, hidden, s->block_hidden, z, 2 * inner, inner);
         CHANGE(5, normed, hidden, s->block_hidden, z + inner, 2 * inner, inner);
@@ -2619,14 +2682,15 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
         float *other = z;
         z = y, y = other;
       }
-      product(team, &down, &next, z, y, scratch, n, rows);
+      product(team, &down, &next, z, ready, y, scratch, n, rows);
       CHANGE(6, z, inner, s->block_inner, y, hidden, hidden);
     }
-    norm_rows(team, x, y, last_norm, eps, normed, rows, hidden);
+    norm_rows(team, x, y, last_norm, eps, normed, ready_norms, rows, hidden, format);
+    const char *norms = ready_norms ? ready_norms : normed;
+    int64_t row = ready_norms ? row_size(hidden, format) : 4 * hidden;
     SHARED_FOR
-    for (int64_t r = 0; r < num_wanted; r++)
-      memcpy(x + r * hidden, normed + wanted[r] * hidden, sizeof(float) * (size_t)hidden);
+    for (int64_t r = 0; r < num_wanted; r++) memcpy((char *)z + r * row, norms + wanted[r] * row, (size_t)row);
     wait_for_team(team);
-    product(team, &last, NULL, x, logits, scratch, n, num_wanted);
+    product(team, &last, NULL, z, ready_norms ? z : NULL, logits, scratch, n, num_wanted);
   }
 }

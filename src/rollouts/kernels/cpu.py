@@ -167,6 +167,7 @@ def library() -> ctypes.CDLL | None:
     loaded.quantized_size.argtypes, loaded.quantized_size.restype = [_I, _I], _I
     loaded.backward_scratch_size.argtypes, loaded.backward_scratch_size.restype = [_P], _I
     loaded.run_scratch_size.argtypes, loaded.run_scratch_size.restype = [_P, _I], _I
+    loaded.decode_work_size.argtypes, loaded.decode_work_size.restype = [_P, _I, _I], _I
     loaded.max_rank.argtypes, loaded.max_rank.restype = [], _I
     loaded.has_dots.argtypes, loaded.has_dots.restype = [], ctypes.c_int
     _enable_amx(loaded)
@@ -612,6 +613,13 @@ def run_scratch_size(shape: ShapeStruct, columns: int) -> int:
     """Floats that a thread needs where AMX computes the attention of rows to up to `columns` columns in common."""
     kernels = library()
     return 0 if kernels is None else int(kernels.run_scratch_size(ctypes.addressof(shape), columns))
+
+
+def decode_work_size(shape: ShapeStruct, widest: int, rows: int) -> int:
+    """Floats of the activations of a decode step, of at most `widest` per row."""
+    kernels = library()
+    assert kernels is not None
+    return int(kernels.decode_work_size(ctypes.addressof(shape), widest, rows))
 
 
 def supports_rounded_queries(dim: int) -> bool:

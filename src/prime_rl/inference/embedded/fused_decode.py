@@ -71,7 +71,7 @@ class FusedDecoder:
             *(len(layers), config.hidden_size, heads, kv_heads, config.head_dim, config.intermediate_size),
             *(config.vocab_size, qkv.block, out.block, down.block, narrow, self.rounds_queries, qkv.format),
         )
-        self._logits = torch.empty(0, self.vocab)
+        self._logits, self.memory = torch.empty(0, self.vocab), torch.empty(0)
 
     def logits(self, rows: int) -> Float[Tensor, "rows vocab"]:
         """Memory for the logits of a step, reused: clearing new pages takes 4 % of a step with a real vocabulary."""
@@ -99,6 +99,7 @@ class FusedDecode(DecodeBackend):
         self._widest = decoder.widest if changes is None else max(decoder.widest, 2 * decoder.inner)
         self._wanted = torch.from_numpy(np.arange(len(metadata.slots)) if wanted is None else wanted)
         self._logits = decoder.logits(len(self._wanted))
+        self._work_size = cpu_kernels.decode_work_size(decoder.shape, self._widest, len(metadata.slots))
         self._tables = torch.from_numpy(metadata.block_tables)
         self._shares = metadata.num_shared_blocks > 0
         self._addresses = cache.addresses()[:, :, : self._num_blocks].contiguous()
@@ -114,16 +115,18 @@ class FusedDecode(DecodeBackend):
         if self._shares:  # a flag for each block, and its keys as transposed by the kernel
             shape.scratch_size += _in_lanes(self._num_blocks) + self._num_blocks * BLOCK * shape.size
             shape.scratch_size = max(shape.scratch_size, cpu_kernels.run_scratch_size(shape, self._num_blocks))
-        work = torch.empty(rows * 2 * (decoder.hidden + self._widest))
-        scratch, logits = torch.empty(shape.threads * shape.scratch_size), self._logits
+        size = self._work_size + shape.threads * shape.scratch_size
+        if decoder.memory.numel() < size:
+            decoder.memory = torch.empty(size)  # kept, like the logits
         cpu_kernels.call(
             "decode",
             *(ctypes.addressof(shape), ctypes.addressof(decoder.layers), *decoder.ends, decoder.eps),
             *(*decoder.rope(length), tokens, positions.ctypes.data, self._addresses, self._num_blocks, self._tables),
-            *(work, self._widest, scratch, logits, rows, self._wanted, logits.shape[0]),
+            *(decoder.memory, self._widest, decoder.memory[self._work_size :], self._logits, rows),
+            *(self._wanted, self._logits.shape[0]),
             *((None, None, 0) if self._changes is None else self._changes.arguments),
         )
-        return logits
+        return self._logits
 
 
 def _in_lanes(numbers: int) -> int:
