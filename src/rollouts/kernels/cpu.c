@@ -53,7 +53,8 @@ enum {
   HALF = PANEL / 2,
   TILE = 6,    /* rows per register tile: TILE x PANEL sums stay in registers */
   KEYS = 128,  /* positions per KV cache block */
-  BATCH = 96,  /* rows per batch of a long GEMM: they stay in the CPU cache while all panels are read */
+  BATCH = 96,  /* rows per batch of a long GEMM: they stay in the CPU cache while all panels are read, see `batch_of` */
+  AMX_BATCH = 256,
   FEW_TILES = 4, /* so many register tiles of fp32 take the inputs in turns, and half as many of other formats */
   TURN = 64,     /* inputs */
   WIDEN = 12,  /* minimum rows for which widening a bf16 panel once is cheaper */
@@ -1590,21 +1591,29 @@ static void product(Team *team, const Linear *l, const Linear *after, const floa
   wait_for_team(team);
 }
 
-/* Up to this many rows, panels are distributed over the threads; beyond it, batches of at most BATCH rows are
- * distributed dynamically. */
-int64_t max_panel_parallel_rows(int64_t threads) { return 2 * BATCH * threads; }
+/* Up to 2 BATCH rows per thread, panels are distributed over the threads; beyond it, batches of rows, dynamically. At most
+ * so many rows are computed at once. */
+int64_t max_rows_at_once(int64_t threads) { return 2 * BATCH * threads > AMX_BATCH ? 2 * BATCH * threads : AMX_BATCH; }
+
+/* Rows per batch, as many batches for every thread. AMX takes larger ones, of whole tiles: its products would wait for the
+ * weights that each batch reads again. */
+static int64_t batch_of(int64_t rows, int64_t inputs, int format, int64_t threads) {
+  int by_amx = use_amx && (format == DOTS || format == INT8);
+  int64_t most = BATCH, unit = by_amx ? AMX_ROWS : TILE, fitting = (1 << 20) / row_size(inputs, format);
+  if (by_amx && fitting > BATCH) most = fitting < AMX_BATCH ? fitting : AMX_BATCH;
+  int64_t batches = ((rows + most - 1) / most + threads - 1) / threads * threads;
+  return ((rows + batches - 1) / batches + unit - 1) / unit * unit;
+}
 
 void linear(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
             int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int64_t format, int64_t kind,
             int64_t threads) {
   Linear l = {packed, bias, block, outputs, inputs, (int)format, (int)kind};
-  int64_t width = kind == GATED ? outputs / 2 : outputs, batches = (rows + BATCH - 1) / BATCH;
-  batches = (batches + threads - 1) / threads * threads; /* as many for every thread */
-  int64_t batch = ((rows + batches - 1) / batches + TILE - 1) / TILE * TILE;
+  int64_t width = kind == GATED ? outputs / 2 : outputs, batch = batch_of(rows, inputs, l.format, threads);
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
-  if (rows <= max_panel_parallel_rows(threads)) {
+  if (rows <= 2 * BATCH * threads) {
     product(NULL, &l, NULL, x, NULL, out, scratch, scratch_size, rows);
   } else {
     DYNAMIC_FOR

@@ -160,7 +160,7 @@ def library() -> ctypes.CDLL | None:
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
     loaded.packed_size.argtypes, loaded.packed_size.restype = [_I, _I, _I], _I
-    loaded.max_panel_parallel_rows.argtypes, loaded.max_panel_parallel_rows.restype = [_I], _I
+    loaded.max_rows_at_once.argtypes, loaded.max_rows_at_once.restype = [_I], _I
     loaded.packed_keys_size.argtypes, loaded.packed_keys_size.restype = [_I, _I], _I
     loaded.packed_inputs.argtypes, loaded.packed_inputs.restype = [_I, _I], _I
     loaded.enable_amx.argtypes, loaded.enable_amx.restype = [_I], _I
@@ -590,7 +590,7 @@ class PackedWeight:
         x, bias = x.contiguous(), None if bias is None else bias.float()
         rows, threads = x.shape[0], torch.get_num_threads()
         out = torch.empty(rows, self.outputs // 2 if gated else self.outputs)
-        num_rows = min(rows, kernels.max_panel_parallel_rows(threads))
+        num_rows = min(rows, kernels.max_rows_at_once(threads))
         scratch = torch.empty(threads, self.scratch[0] + self.scratch[1] * num_rows)
         shape, kind = (rows, self.outputs, self.inputs), GATED if gated else self.kind
         settings = (self.format, kind, threads)
