@@ -122,6 +122,15 @@ def test_long_products_in_batches(kernels: ctypes.CDLL) -> None:
     assert torch.equal(packed(x)[470:], packed(x[470:]))
 
 
+@pytest.mark.parametrize("outputs", [33_024, 33_001])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_products_written_past_the_caches(kernels: ctypes.CDLL, outputs: int, quantized: bool) -> None:
+    """As logits of many rows are: in whole lines, where the rows of the output begin with one."""
+    weight, x = draw(outputs, 32), draw(33, 32, seed=1)
+    packed = PackedWeight(weight if quantized else weight.bfloat16(), quantized=quantized, rounded=not quantized)
+    assert torch.equal(packed(x), torch.cat((packed(x[:20]), packed(x[20:]))))
+
+
 @pytest.mark.parametrize(("inputs", "outputs", "paired"), [(64, 320, False), (99, 70, False), (200, 140, True)])
 def test_int8_products_have_the_bits_of_other_instructions(
     kernels: ctypes.CDLL, inputs: int, outputs: int, paired: bool
