@@ -1305,12 +1305,12 @@ ALWAYS void write_row(float *out, const float *from, int64_t columns, int is_lar
   else memcpy(out, from, sizeof(float) * (size_t)columns);
 }
 
-/* `tiles` for DOTS, of rows `row` bytes apart; `inputs` is a multiple of STEP. */
+/* `tiles` for DOTS, of rows `row` bytes apart; `inputs` is a multiple of STEP. `is_large`: see LARGE. */
 static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *panel, float *out, int64_t outputs,
-                     int64_t columns, Following following, int64_t rows) {
+                     int64_t columns, Following following, int64_t rows, int is_large) {
   int64_t height = amx_height(rows), steps = inputs / STEP;
   int64_t share = amx_ahead(following.next.bytes, PARTS * steps, rows);
-  int is_large = rows * outputs > LARGE, copies = is_large || columns < PANEL;
+  int copies = is_large || columns < PANEL;
   int64_t width = copies ? PANEL : outputs;
   const char *ahead = following.next.from;
   float part[2][AMX_ROWS * PANEL] __attribute__((aligned(64)));
@@ -1341,10 +1341,9 @@ static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *pan
 
 /* `tiles_of_int8` with the same bits. */
 static void amx_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs, int64_t columns,
-                     Memory next, int64_t rows) {
+                     Memory next, int64_t rows, int is_large) {
   int64_t height = amx_height(rows), row = quantized_size(inputs, 0), padded = padded_inputs(inputs);
   int64_t groups = num_groups(inputs), share = amx_ahead(next.bytes, 2 * PARTS * padded / 64, rows);
-  int is_large = rows * outputs > LARGE;
   const char *ahead = next.from;
   for (int64_t r = 0; r < rows; r += height) {
     int64_t from = r < rows - height ? r : rows - height;
@@ -1438,8 +1437,9 @@ static void whole_product(const void *x, int64_t inputs, const char *panel, floa
   int64_t wide = whole_steps(inputs);
 #ifdef HAS_AMX
   if (use_amx) {
-    if (format == DOTS) amx_dots(x, 2 * wide, wide, panel, out, outputs, columns, following, rows);
-    else amx_int8(x, inputs, panel, out, outputs, columns, following.next, rows);
+    int is_large = rows * outputs > LARGE; /* not scores, which are read at once */
+    if (format == DOTS) amx_dots(x, 2 * wide, wide, panel, out, outputs, columns, following, rows, is_large);
+    else amx_int8(x, inputs, panel, out, outputs, columns, following.next, rows, is_large);
     return;
   }
 #endif
@@ -1843,13 +1843,13 @@ static void attend_by_tiles(const Causal *a, const void *queries, const void *ke
     const char *panel = (const char *)keys + t * 2 * size;
     int64_t columns = end - t < PANEL ? end - t : PANEL, bytes = 2 * PANEL * size;
     Memory next = {panel + bytes, t + PANEL < end ? bytes : 0};
-    amx_dots(queries, 2 * size, size, panel, scores + t - first, span, columns, (Following){next, NULL}, rows);
+    amx_dots(queries, 2 * size, size, panel, scores + t - first, span, columns, (Following){next, NULL}, rows, 0);
   }
   for (int64_t i = 0; i < size && weighs; i += PANEL) {
     const char *panel = (const char *)values + (i * whole_steps(a->keys) + first * PANEL) * 2;
     int64_t columns = size - i < PANEL ? size - i : PANEL;
     amx_dots((const char *)scores, 2 * whole_steps(span), whole_steps(span), panel, sums + i, size, columns,
-             (Following){{0}, NULL}, rows);
+             (Following){{0}, NULL}, rows, 0);
   }
   stop_amx(DOTS);
 #endif
@@ -2456,7 +2456,7 @@ static void score_run(const void *queries, int64_t num, const CacheCursor *p, in
   for (int64_t t = 0; t < columns * KEYS; t += PANEL) {
     int64_t j = t / KEYS, at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + t % KEYS * size;
     for (int64_t i = 0; i < PANEL; i += LANES) pack_some_keys(p->keys[j], at + i * size, size, packed, i, size, 1, 1);
-    amx_dots(queries, 2 * size, size, (const char *)packed, scores + t, width, PANEL, (Following){{0}, NULL}, num);
+    amx_dots(queries, 2 * size, size, (const char *)packed, scores + t, width, PANEL, (Following){{0}, NULL}, num, 0);
   }
   stop_amx(DOTS);
 }
@@ -2472,7 +2472,7 @@ static void weigh_run(const void *weights, int64_t num, const CacheCursor *p, in
   start_amx(num, DOTS);
   for (int64_t i = 0; i < size; i += PANEL)
     amx_dots(weights, 2 * keys, keys, (const char *)(packed + i * keys / 2), sums + i, size,
-             size - i < PANEL ? size - i : PANEL, (Following){{0}, NULL}, num);
+             size - i < PANEL ? size - i : PANEL, (Following){{0}, NULL}, num, 0);
   stop_amx(DOTS);
 }
 #else
