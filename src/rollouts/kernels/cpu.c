@@ -1241,14 +1241,21 @@ ALWAYS const char *fetch_on(const char *from, int64_t bytes) {
   return from + bytes;
 }
 
-enum { NEAR = 1024, PARTS = 4 }; /* bytes of a tile, which each of the parts of a step of `amx_sums` takes */
+enum {
+  PARTS = 4,        /* of a step of `amx_sums` */
+  NEAR = 2048,      /* bytes that few rows prefetch ahead of a tile of weights: farther ahead, memory is slower */
+  FOLLOWING = 2048, /* at the end of a panel, while its sums are stored */
+};
 
-/* Prefetch the NEAR bytes behind these, into the first cache: the tiles of few rows take their weights as fast as memory
- * gives them. */
+/* Prefetch the lines that are NEAR bytes behind those of this tile, into the first cache. */
 ALWAYS void fetch_near(const char *weights, Following following) {
-  const char *from = weights + NEAR;
-  if (from == following.end) from = following.next.from;
-  for (int64_t i = 0; i < NEAR && following.end; i += 64) __builtin_prefetch(from + i, 0, 3);
+  for (int64_t i = 0; i < 4 * AMX_ROWS * PANEL && following.end; i += 4 * PANEL)
+    __builtin_prefetch(weights + NEAR + i, 0, 3);
+}
+
+/* Prefetch the start of what follows a panel. */
+ALWAYS void fetch_following(Following following) {
+  for (int64_t i = 0; i < FOLLOWING && following.end; i += 64) __builtin_prefetch(following.next.from + NEAR + i, 0, 3);
 }
 
 /* Tiles 0 to 3 = sums over `steps` times 64 bytes: 4 x 16 outputs of the rows at x (tile 4), or 2 x 16 outputs of these
@@ -1273,7 +1280,7 @@ ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char 
     _tile_loadd(4, x + 64 * k, row);
     fetch_near(weights, following);
     _tile_loadd(6, weights, 4 * PANEL);
-    fetch_near(weights + NEAR, following);
+    fetch_near(weights + 64, following);
     ahead = fetch_on(ahead, share);
     _tile_loadd(7, weights + 64, 4 * PANEL);
     AMX_ADD(0, 4, 6);
@@ -1285,10 +1292,10 @@ ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char 
       AMX_ADD(2, 5, 6);
       AMX_ADD(3, 5, 7);
     } else {
-      fetch_near(weights + 2 * NEAR, following);
+      fetch_near(weights + 128, following);
       _tile_loadd(6, weights + 128, 4 * PANEL);
       ahead = fetch_on(ahead, share);
-      fetch_near(weights + 3 * NEAR, following);
+      fetch_near(weights + 192, following);
       _tile_loadd(7, weights + 192, 4 * PANEL);
       AMX_ADD(2, 4, 6);
       AMX_ADD(3, 4, 7);
@@ -1321,6 +1328,7 @@ static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *pan
     for (int i = 0; i < num; i++) to[i] = copies ? part[i] : out + from[i] * outputs;
     if (num == 1) {
       amx_sums(x + from[0] * row, NULL, row, panel, steps, ahead, share, following, DOTS);
+      fetch_following(following);
       _tile_stored(0, to[0], 4 * width);
       _tile_stored(1, to[0] + 16, 4 * width);
       _tile_stored(2, to[0] + 32, 4 * width);
@@ -1419,7 +1427,8 @@ typedef struct {
   const float *bias; /* or NULL */
   int64_t block, outputs, inputs;
   int format, kind;
-  int rounds; /* GATED: the outputs, a multiple of STEP, are bf16 */
+  int rounds;    /* GATED: the outputs, a multiple of STEP, are bf16 */
+  int from_last; /* the last threads take the panels that remain, if rows are few */
 } Linear;
 
 ALWAYS int64_t panel_bytes(const Linear *l) {
@@ -1510,10 +1519,14 @@ ALWAYS int64_t rounded_size(int64_t rows, int64_t inputs, int format) {
   return (size + LANES - 1) / LANES * LANES;
 }
 
-/* Panels of a thread; those that remain are split by rows, except if there are few rows. */
-ALWAYS int64_t share_panels(const Linear *l, int64_t rows) {
-  int64_t panels = num_panels(l->outputs, l->kind);
-  return rows < 2 * TILE ? (panels + THREADS - 1) / THREADS : panels / THREADS;
+/* The number of a thread among those that share the panels of a layer. */
+ALWAYS int64_t place_of(const Linear *l) { return l->from_last ? THREADS - 1 - THREAD : THREAD; }
+
+/* The first panel of the thread in a place. If there are few rows, the first places take those that remain, otherwise all
+ * threads do, which split them by rows. */
+ALWAYS int64_t first_panel(const Linear *l, int64_t place, int64_t rows) {
+  int64_t panels = num_panels(l->outputs, l->kind), remain = rows < 2 * TILE ? panels % THREADS : 0;
+  return place * (panels / THREADS) + (place < remain ? place : remain);
 }
 
 /* Threads of a parallel region that wait for each other. OpenMP's barrier either waits without a pause, and takes the core
@@ -1521,7 +1534,15 @@ ALWAYS int64_t share_panels(const Linear *l, int64_t rows) {
  * of barriers whose threads arrive within microseconds. */
 typedef struct {
   int32_t arrived, round, asleep;
+} Barrier;
+
+/* One of these threads, and the weights of its next product, which it prefetches while it waits. */
+typedef struct {
+  Barrier *barrier;
+  Memory ahead;
 } Team;
+
+enum { WHILE_WAITING = 1 << 17 }; /* at most so many bytes */
 
 #ifndef SPINS
 #define SPINS 1000 /* times that a thread looks for the others before it lets other programs run */
@@ -1536,9 +1557,15 @@ static int64_t nanoseconds(void) {
 
 /* Wait until `round` has ended: at first at full speed, then letting other programs run, and at last asleep. */
 static void wait_for_round(Team *team, int32_t round) {
-#define HAS_ENDED (__atomic_load_n(&team->round, __ATOMIC_ACQUIRE) != round)
+  Barrier *b = team->barrier;
+#define HAS_ENDED (__atomic_load_n(&b->round, __ATOMIC_ACQUIRE) != round)
   for (int i = 0; i < SPINS; i++) {
     if (HAS_ENDED) return;
+    if (team->ahead.bytes > 0) {
+      for (int64_t byte = 0; byte < 512; byte += 64) __builtin_prefetch(team->ahead.from + byte, 0, 2);
+      team->ahead.from += 512, team->ahead.bytes -= 512;
+      continue;
+    }
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
@@ -1546,10 +1573,10 @@ static void wait_for_round(Team *team, int32_t round) {
   for (int64_t end = nanoseconds() + YIELDS_NS; nanoseconds() < end; sched_yield())
     if (HAS_ENDED) return;
 #ifdef __linux__
-  __atomic_add_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
-  while (__atomic_load_n(&team->round, __ATOMIC_SEQ_CST) == round)
-    syscall(SYS_futex, &team->round, FUTEX_WAIT_PRIVATE, round, NULL, NULL, 0);
-  __atomic_sub_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
+  __atomic_add_fetch(&b->asleep, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&b->round, __ATOMIC_SEQ_CST) == round)
+    syscall(SYS_futex, &b->round, FUTEX_WAIT_PRIVATE, round, NULL, NULL, 0);
+  __atomic_sub_fetch(&b->asleep, 1, __ATOMIC_SEQ_CST);
 #else
   while (!HAS_ENDED) sched_yield();
 #endif
@@ -1558,16 +1585,17 @@ static void wait_for_round(Team *team, int32_t round) {
 /* A barrier of all threads of a parallel region; none for NULL, where the region ends anyway. */
 static void wait_for_team(Team *team) {
   if (!team || THREADS == 1) return;
-  int32_t round = __atomic_load_n(&team->round, __ATOMIC_ACQUIRE);
-  if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) < THREADS) {
+  Barrier *b = team->barrier;
+  int32_t round = __atomic_load_n(&b->round, __ATOMIC_ACQUIRE);
+  if (__atomic_add_fetch(&b->arrived, 1, __ATOMIC_ACQ_REL) < THREADS) {
     wait_for_round(team, round);
     return;
   }
-  team->arrived = 0;
-  __atomic_store_n(&team->round, round + 1, __ATOMIC_SEQ_CST);
+  b->arrived = 0;
+  __atomic_store_n(&b->round, round + 1, __ATOMIC_SEQ_CST);
 #ifdef __linux__
-  if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST))
-    syscall(SYS_futex, &team->round, FUTEX_WAKE_PRIVATE, THREADS, NULL, NULL, 0);
+  if (__atomic_load_n(&b->asleep, __ATOMIC_SEQ_CST))
+    syscall(SYS_futex, &b->round, FUTEX_WAKE_PRIVATE, THREADS, NULL, NULL, 0);
 #endif
 }
 
@@ -1581,13 +1609,15 @@ static void product(Team *team, const Linear *l, const Linear *after, const floa
   if (!ready) rounded = in_format(x, mine, rows, l->inputs, l->format);
   mine += rounded_size(rows, l->inputs, l->format);
   int64_t panels = num_panels(l->outputs, l->kind), width = l->kind == GATED ? l->outputs / 2 : l->outputs;
-  int64_t each = share_panels(l, rows), end = (THREAD + 1) * each < panels ? (THREAD + 1) * each : panels;
+  int64_t place = place_of(l), start = first_panel(l, place, rows), end = first_panel(l, place + 1, rows);
+  int64_t remaining = first_panel(l, THREADS, rows), panel = panel_bytes(l);
   int64_t share = (rows + THREADS - 1) / THREADS, first = THREAD * share, num = rows - first < share ? rows - first : share;
-  Memory next = after ? panel_of(after, THREAD * share_panels(after, rows)) : (Memory){l->packed, 0};
-  panel_products(l, rounded, out, mine, THREAD * each, end, THREADS * each < panels ? panel_of(l, THREADS * each) : next,
-                 rows);
+  Memory next = after ? panel_of(after, first_panel(after, place_of(after), rows)) : (Memory){l->packed, 0};
+  panel_products(l, rounded, out, mine, start, end, remaining < panels ? panel_of(l, remaining) : next, rows);
   float *rest = (float *)((char *)out + first * width * (l->rounds ? 2 : 4));
-  panel_products(l, rounded + first * row_size(l->inputs, l->format), rest, mine, THREADS * each, panels, next, num);
+  panel_products(l, rounded + first * row_size(l->inputs, l->format), rest, mine, remaining, panels, next, num);
+  int64_t skipped = are_few(rows, l->format) ? 0 : next.bytes < panel ? next.bytes : panel;
+  if (team) team->ahead = (Memory){next.from + skipped, after ? WHILE_WAITING : 0};
   wait_for_team(team);
 }
 
@@ -2633,7 +2663,7 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
             const Delta *deltas, const DeltaRows *items, int64_t num_items) {
   int64_t hidden = s->hidden, inner = s->inner, width = s->heads * s->size, n = s->scratch_size;
   int narrow = (int)s->narrow, format = (int)s->format;
-  Team all_threads = {0}, *team = &all_threads;
+  Barrier barrier __attribute__((aligned(128))) = {0};
   Run runs[rows];
   int64_t num_runs = find_runs(s, source, positions, rows, runs);
   Activations all_rows;
@@ -2642,6 +2672,7 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
 #endif
   {
+    Team this_thread = {&barrier}, *team = &this_thread;
     float *x = all_rows.x, *normed = all_rows.normed, *y = all_rows.y, *z = all_rows.z;
     void *ready_norms = all_rows.ready_norms, *ready = num_items ? NULL : all_rows.ready; /* deltas need fp32 */
     SHARED_FOR
@@ -2668,7 +2699,7 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
       Linear out = {layer->out, layer->out_bias, s->block_heads, hidden, width, format, PLAIN};
       Linear gate_up = {layer->gate_up, layer->gate_up_bias, s->block_hidden, 2 * inner, hidden, format,
                         num_items ? PAIRED : GATED, ready != NULL};
-      Linear down = {layer->down, layer->down_bias, s->block_inner, hidden, inner, format, PLAIN}, next = last;
+      Linear down = {layer->down, layer->down_bias, s->block_inner, hidden, inner, format, PLAIN, 0, 1}, next = last;
       if (l + 1 < s->layers) next = qkv, next.packed = then->qkv;
       norm_rows(team, x, l ? y : NULL, layer->norm, eps, normed, ready_norms, rows, hidden, format);
       product(team, &qkv, &out, normed, ready_norms, y, scratch, n, rows);
