@@ -829,18 +829,17 @@ static void quantize_group(const float *x, int64_t count, int8_t *out, float *sc
   for (int i = 0; i < LANES; i++) *sum_of += total[i];
 }
 
-/* Round to bf16, stored as such at index i (`packs`) or in fp32. */
-ALWAYS void store_rounded(void *out, int64_t i, vec x, int packs) {
+/* Round to bf16 and store at index i. */
+ALWAYS void store_rounded(void *out, int64_t i, vec x) {
 #ifdef __AVX512BF16__
   __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
-  if (packs) memcpy((uint16_t *)out + i, &rounded, sizeof rounded);
-  else store((float *)out + i, (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16));
+  memcpy((uint16_t *)out + i, &rounded, sizeof rounded);
 #endif
 }
 
 /* Round `size` numbers, a multiple of LANES, to bf16. */
 ALWAYS void round_row(const float *x, uint16_t *out, int64_t size) {
-  for (int64_t i = 0; i < size; i += LANES) store_rounded(out, i, load(x + i), 1);
+  for (int64_t i = 0; i < size; i += LANES) store_rounded(out, i, load(x + i));
 }
 
 /* Activations in the format that the weight needs: x itself, or x rounded to bf16 (DOTS) or quantized (INT8) in
@@ -861,7 +860,7 @@ static const void *in_format(const float *x, float *scratch, int64_t rows, int64
   if (format != DOTS) return x;
   for (int64_t r = 0; r < rows; r++)
     ROW(i, whole_steps(inputs))
-      store_rounded((uint16_t *)scratch + r * whole_steps(inputs), i, LOAD(x + r * inputs, i, inputs), 1);
+      store_rounded((uint16_t *)scratch + r * whole_steps(inputs), i, LOAD(x + r * inputs, i, inputs));
   return scratch;
 }
 
@@ -1230,6 +1229,17 @@ static int use_amx; /* see `enable_amx` */
 ALWAYS int64_t amx_tiles(int64_t rows) { return (rows + AMX_ROWS - 1) / AMX_ROWS; }
 ALWAYS int64_t amx_height(int64_t rows) { return (rows + amx_tiles(rows) - 1) / amx_tiles(rows); }
 
+typedef struct {
+  uint8_t palette, start, unused[14];
+  uint16_t bytes[16]; /* per row */
+  uint8_t rows[16];
+} AmxShapes;
+
+ALWAYS void set_shapes(const AmxShapes *shapes) {
+  __asm__ volatile("" : : "r"(shapes) : "memory"); /* some versions of gcc take only a part of it for used */
+  _tile_loadconfig(shapes);
+}
+
 /* Bytes to prefetch in a part of `amx_sums`, if each tile of rows takes `parts` of them for all `bytes`. */
 ALWAYS int64_t amx_ahead(int64_t bytes, int64_t parts, int64_t rows) {
   return (bytes / (parts * amx_tiles(rows)) + 63) / 64 * 64;
@@ -1395,15 +1405,10 @@ int64_t enable_amx(int64_t wanted) {
 /* Configure the tiles of this thread for products of `rows` rows; other libraries configure them as well. */
 static void start_amx(int64_t rows, int format) {
 #ifdef HAS_AMX
-  struct {
-    uint8_t palette, start, unused[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  } config = {.palette = 1};
   if (!use_amx || (format != DOTS && format != INT8)) return;
-  for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = (uint8_t)(i < 6 ? amx_height(rows) : AMX_ROWS);
-  __asm__ volatile("" : : "r"(&config) : "memory"); /* some versions of gcc take only a part of it for used */
-  _tile_loadconfig(&config);
+  AmxShapes shapes = {.palette = 1};
+  for (int i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = (uint8_t)(i < 6 ? amx_height(rows) : AMX_ROWS);
+  set_shapes(&shapes);
 #endif
 }
 
@@ -1781,10 +1786,10 @@ enum { WIDE, BY_DOTS, BY_TILES };
 
 ALWAYS int find_way(int64_t dots) { return !dots ? WIDE : use_amx ? BY_TILES : BY_DOTS; }
 
-/* Scale a query and write it in fp32, or rounded to bf16 (`packs`: as such); `out` may alias `x`. */
-ALWAYS void scale_query(const float *x, vec scale, void *out, int64_t size, int rounds, int packs) {
+/* Scale a query and write it in fp32 or bf16 (`rounds`); `out` may alias `x`. */
+ALWAYS void scale_query(const float *x, vec scale, void *out, int64_t size, int rounds) {
   for (int64_t i = 0; i < size; i += LANES) {
-    if (rounds) store_rounded(out, i, load(x + i) * scale, packs);
+    if (rounds) store_rounded(out, i, load(x + i) * scale);
     else store((float *)out + i, load(x + i) * scale);
   }
 }
@@ -1806,16 +1811,16 @@ ALWAYS vec short_exp_of(vec x) {
 ALWAYS vec short_exp_of(vec x) { return exp_of(x); }
 #endif
 
-/* BY_TILES: the weights of scores, rounded to bf16 (`packs`: stored as such), whose sum is 1 / scale. `out` may be where
- * the scores are, or before. `size` is a multiple of LANES. Returns the log-sum-exp. */
-ALWAYS float weights_of(const float *scores, int64_t size, void *out, int packs, float *scale) {
+/* BY_TILES: the weights of scores, rounded to bf16, whose sum is 1 / scale. `out` may be where the scores are, or before.
+ * `size` is a multiple of LANES. Returns the log-sum-exp. */
+ALWAYS float weights_of(const float *scores, int64_t size, void *out, float *scale) {
   vec high = all(-INFINITY), part = {0};
   for (int64_t i = 0; i < size; i += LANES) high = larger(high, load(scores + i));
   vec most = all(largest(high));
   for (int64_t i = 0; i < size; i += LANES) {
     vec p = short_exp_of(load(scores + i) - most);
     part = part + p;
-    store_rounded(out, i, p, packs);
+    store_rounded(out, i, p);
   }
   float total = sum(part);
   *scale = 1.f / total;
@@ -1900,7 +1905,7 @@ static void attend_block(const Causal *a, const float *q, const float *keys, con
   float *shares = queries + rows * size / 2; /* BY_TILES: behind the queries, which are bf16 */
   vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
   for (int64_t r = 0; r < rows; r++)
-    scale_query(q + r / group * width + r % group * size, scale, queries + r * size / (way ? 2 : 1), size, way, 1);
+    scale_query(q + r / group * width + r % group * size, scale, queries + r * size / (way ? 2 : 1), size, way);
   if (way == BY_TILES) attend_by_tiles(a, queries, keys, values, first, end, scores, sums, rows, 0);
   for (int64_t t = first; t < end && way != BY_TILES; t += PANEL) {
     const float *panel = keys + t * size / (way ? 2 : 1);
@@ -1918,7 +1923,7 @@ static void attend_block(const Causal *a, const float *q, const float *keys, con
     for (int64_t t = count; t < whole; t++) row[t] = -INFINITY;
     int64_t length = whole_steps(span);
     uint16_t *weights = (uint16_t *)scores + r * length; /* side by side, before the scores that are still needed */
-    float log_sum = way == BY_TILES ? weights_of(row, whole, weights, 1, shares + r) : softmax_row(row, whole);
+    float log_sum = way == BY_TILES ? weights_of(row, whole, weights, shares + r) : softmax_row(row, whole);
     if (log_sums) log_sums[r % group * a->rows + r / group] = log_sum;
     if (way == BY_TILES) memset(weights + whole, 0, sizeof *weights * (size_t)(length - whole));
     else memset(row + whole, 0, sizeof(float) * (size_t)(span - whole));
@@ -2278,72 +2283,16 @@ ALWAYS void weigh(const float *weights, int64_t width, const CacheCursor *p, int
     for (int64_t i = 0; i < size / LANES; i++) store(out + q * size + i * LANES, total[q][i]);
 }
 
-/* `weigh` as AMX does it: the products of STEP keys are summed apart, those of even and of odd keys. Weights are rounded
- * to bf16 and not normalized: the first element of an output has its scale, see `weights_of`. Goes on with `before`, the
- * sums of the keys before the first one. */
-ALWAYS void weigh_by_tiles(const float *weights, int64_t width, const CacheCursor *p, int64_t first, int64_t length,
-                           const float *before, int64_t pass, int64_t passes, float *out, int64_t size, int num) {
-  vec total[PASS][MAX_HEAD_DIM / LANES], even[PASS][MAX_HEAD_DIM / LANES], sums[PASS][MAX_HEAD_DIM / LANES];
-  for (int q = 0; q < num; q++)
-    for (int64_t i = 0; i < size / LANES; i++)
-      total[q][i] = before ? load(before + q * size + i * LANES) : all(0.f);
-  Ahead ahead = {NULL, NULL, 0, 0};
-  for (int64_t start = first; start < length; start += STEP) {
-    int64_t j = start / KEYS, count = length - start < STEP ? length - start : STEP;
-    int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + start % KEYS * size;
-    if (start % KEYS == 0) ahead = ahead_of(p, size, j, 1);
-    for (int odd = 0; odd < 2; odd++) {
-      for (int q = 0; q < num; q++)
-        for (int64_t i = 0; i < size / LANES; i++) sums[q][i] = all(0.f);
-      for (int64_t t = odd; t < count; t += 2) {
-        fetch_some(&ahead, size, start + t, t % LANES * passes + pass, LANES * passes, 1);
-        for (int64_t i = 0; i < size / LANES; i++) {
-          vec value = load_as(p->values[j], at + t * size + i * LANES, 1);
-          for (int q = 0; q < num; q++) sums[q][i] = fma_of(all(weights[q * width + start + t]), value, sums[q][i]);
-        }
-      }
-      for (int q = 0; q < num; q++)
-        for (int64_t i = 0; i < size / LANES; i++)
-          if (odd) total[q][i] = total[q][i] + (even[q][i] + sums[q][i]);
-          else even[q][i] = sums[q][i];
-    }
-  }
-  for (int q = 0; q < num; q++) {
-    vec scale = all(out[q * size]);
-    for (int64_t i = 0; i < size / LANES; i++) store(out + q * size + i * LANES, total[q][i] * scale);
-  }
-}
-
-/* Scores of LANES keys with `num` queries, of STEP places, as AMX sums them: `keys` has pairs of bf16 values. `place` is
- * the index of the first pair. */
-ALWAYS void score_by_tiles(const float *queries, int64_t size, int64_t place, const vec *keys, float *scores,
-                           int64_t width, int num) {
-  vec even[PASS], odd[PASS];
-  for (int q = 0; q < num; q++) even[q] = odd[q] = all(0.f);
-  for (int i = 0; i < LANES; i++) {
-    vec low = (vec)((uvec)keys[i] << 16), high = (vec)((ivec)keys[i] & (int32_t)0xffff0000);
-    for (int q = 0; q < num; q++) {
-      const float *query = queries + q * size + 2 * (place + i);
-      even[q] = fma_of(all(query[0]), low, even[q]), odd[q] = fma_of(all(query[1]), high, odd[q]);
-    }
-  }
-  for (int q = 0; q < num; q++) {
-    vec sum = even[q] + odd[q];
-    store(scores + q * width, place ? load(scores + q * width) + sum : sum);
-  }
-}
-
 ALWAYS int64_t whole_vectors(int64_t length) { return (length + LANES - 1) / LANES * LANES; }
 
-/* Scores of the scaled queries [group, size] of one sequence and KV head with the keys from `first`, of a block, to
- * `length`, rounded up to whole vectors; `scores` has rows of `width` elements. `way`: BY_DOTS, queries are bf16; BY_TILES,
- * rounded. */
-ALWAYS void score_keys(const float *queries, int64_t group, const CacheCursor *p, int64_t first, int64_t length,
-                       float *scores, int64_t width, int64_t size, int narrow, int way) {
+/* Scores of the scaled queries [group, size] of one sequence and KV head, bf16 for BY_DOTS, with `length` keys, rounded up
+ * to whole vectors; `scores` has rows of `width` elements. */
+ALWAYS void score_keys(const float *queries, int64_t group, const CacheCursor *p, int64_t length, float *scores,
+                       int64_t width, int64_t size, int narrow, int way) {
   int64_t words = way ? size / 2 : size; /* per key, of a float or a pair of bf16 */
   int is_cached = 0, is_stored = 0;
   Ahead ahead = {NULL, NULL, 0, 0};
-  for (int64_t t = first; t < length; t += LANES) {
+  for (int64_t t = 0; t < length; t += LANES) {
     int64_t j = t / KEYS;
     int64_t at = find_keys(p->source, p->rows, p->kv_heads, words, j, p->row, p->head) + t % KEYS * words;
     if (t % KEYS == 0) ahead = ahead_of(p, size, j, 0);
@@ -2362,17 +2311,7 @@ ALWAYS void score_keys(const float *queries, int64_t group, const CacheCursor *p
         if (is_stored)
           for (int i = 0; i < LANES; i++) store(shared + i * LANES, transposed[i]);
       }
-      for (int64_t g = 0; g < group && way == BY_TILES; g += PASS) {
-#define SCORE(num) score_by_tiles(queries + g * size, size, place, transposed, scores + g * width + t, width, num)
-        int64_t left = group - g;
-        for (int64_t i = g; i < group && i < g + PASS; i++)
-          fetch_some(&ahead, size, t, place / LANES * group + i, words / LANES * group, narrow);
-        if (left >= 4) SCORE(4);
-        else if (left == 3) SCORE(3);
-        else if (left == 2) SCORE(2);
-        else SCORE(1);
-      }
-      for (int64_t g = 0; g < group && way != BY_TILES; g++) {
+      for (int64_t g = 0; g < group; g++) {
         const float *query = queries + g * size + place;
         fetch_some(&ahead, size, t, place / LANES * group + g, words / LANES * group, narrow);
         vec score = place ? load(scores + g * width + t) : all(0.f);
@@ -2386,20 +2325,13 @@ ALWAYS void score_keys(const float *queries, int64_t group, const CacheCursor *p
   }
 }
 
-/* out = the values from `first` to `length`, weighted by the softmax of all scores; `before` as for `weigh_by_tiles`. */
-ALWAYS void weigh_values(const CacheCursor *p, int64_t first, int64_t length, const float *before, int64_t group,
-                         const float *scores, int64_t width, float *out, int64_t size, int narrow, int way) {
+/* out = the values, weighted by the softmax of the scores. */
+ALWAYS void weigh_values(const CacheCursor *p, int64_t length, int64_t group, const float *scores, int64_t width,
+                         float *out, int64_t size, int narrow) {
   int64_t most = size / LANES <= 4 ? PASS : PASS / 2; /* sums stay in registers */
   int64_t passes = (group + most - 1) / most;
   for (int64_t g = 0; g < group; g += most) {
-#define WEIGH(num) \
-  do { \
-    const float *weights = scores + g * width; \
-    float *to = out + g * size; \
-    const float *sums = before ? before + g * size : NULL; \
-    if (way == BY_TILES) weigh_by_tiles(weights, width, p, first, length, sums, g / most, passes, to, size, num); \
-    else weigh(weights, width, p, length, g / most, passes, to, size, num, narrow); \
-  } while (0)
+#define WEIGH(num) weigh(scores + g * width, width, p, length, g / most, passes, out + g * size, size, num, narrow)
     int64_t left = group - g;
     if (left >= 4 && most == 4) WEIGH(4);
     else if (left == 3 && most == 4) WEIGH(3);
@@ -2408,25 +2340,16 @@ ALWAYS void weigh_values(const CacheCursor *p, int64_t first, int64_t length, co
   }
 }
 
-/* The weights of the scores, in their place, and the scales of BY_TILES, in `out`. */
-ALWAYS void weigh_scores(float *scores, int64_t group, int64_t length, int64_t width, float *out, int64_t size,
-                         int way) {
-  for (int64_t g = 0; g < group; g++) {
-    float *row = scores + g * width;
-    int64_t whole = whole_vectors(length);
-    for (int64_t t = length; t < whole; t++) row[t] = -INFINITY;
-    if (way == BY_TILES) weights_of(row, whole, row, 0, out + g * size);
-    else softmax_row(row, whole);
-  }
-}
-
 /* Attention of the scaled queries of one sequence and KV head over `length` keys. */
 ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, int64_t length, float *scores, float *out,
                    int64_t size, int narrow, int way) {
   int64_t width = whole_vectors(length);
-  score_keys(queries, group, p, 0, length, scores, width, size, narrow, way);
-  weigh_scores(scores, group, length, width, out, size, way);
-  weigh_values(p, 0, length, NULL, group, scores, width, out, size, narrow, way);
+  score_keys(queries, group, p, length, scores, width, size, narrow, way);
+  for (int64_t g = 0; g < group; g++) {
+    for (int64_t t = length; t < width; t++) scores[g * width + t] = -INFINITY;
+    softmax_row(scores + g * width, width);
+  }
+  weigh_values(p, length, group, scores, width, out, size, narrow);
 }
 
 /* Consecutive rows whose first columns are the same: whole ones, of whose keys all are visible. */
@@ -2436,14 +2359,14 @@ typedef struct {
 
 enum { RUN_QUERIES = 4 * AMX_ROWS }; /* at most so many queries of a key head in a run, if a row has no more */
 
-/* The runs of a step, short enough to be divided among the threads; none without AMX or columns in common. */
+/* The runs of a step, short enough to be divided among the threads, for AMX. */
 static int64_t find_runs(const Shape *s, const int32_t *source, const int64_t *positions, int64_t rows, Run *runs) {
-  int64_t num = 0, in_common = 0, most = RUN_QUERIES * s->kv_heads / s->heads;
+  int64_t num = 0, most = RUN_QUERIES * s->kv_heads / s->heads;
   int64_t fair = rows * s->kv_heads / (2 * s->threads);
   most = fair < 1 || most < 1 ? 1 : fair < most ? fair : most;
-  for (int64_t row = 0, count; s->shared_offset && find_way(s->dots) == BY_TILES && row < rows; row += count, num++) {
+  for (int64_t row = 0, count; find_way(s->dots) == BY_TILES && row < rows; row += count, num++) {
     int64_t columns = 0;
-    for (count = 1; row + count < rows; count++) {
+    for (count = 1; s->shared_offset && row + count < rows; count++) {
       int64_t other = row + count, j = 0, keys = positions[positions[row] < positions[other] ? row : other] + 1;
       while ((j + 1) * KEYS <= keys && source[j * rows + row] == source[j * rows + other]) j++;
       if (count == 1) columns = j;
@@ -2452,21 +2375,19 @@ static int64_t find_runs(const Shape *s, const int32_t *source, const int64_t *p
     int64_t parts = (count + most - 1) / most;
     count = (count + parts - 1) / parts;
     runs[num] = (Run){row, count, count > 1 ? columns : 0};
-    in_common += runs[num].columns;
   }
-  return in_common ? num : 0;
+  return num;
 }
 
 /* What `attend_run` has in its scratch, in floats. */
 typedef struct {
-  int64_t queries, sums, weights, keys, values, all;
+  int64_t queries, sums, keys, values, all;
 } RunScratch;
 
 ALWAYS RunScratch run_scratch(int64_t queries, int64_t width, int64_t columns, int64_t size) {
   RunScratch at = {.queries = queries * width};
   at.sums = at.queries + queries * size / 2;
-  at.weights = at.sums + queries * size;
-  at.keys = at.weights + queries * columns * KEYS / 2;
+  at.keys = at.sums + queries * size;
   at.values = at.keys + PANEL * size / 2;
   at.all = at.values + num_panels(size, PLAIN) * PANEL * columns * KEYS / 2;
   return at;
@@ -2479,6 +2400,134 @@ int64_t run_scratch_size(const Shape *s, int64_t columns) {
 }
 
 #ifdef HAS_AMX
+/* Configure the tiles of attention: 0 scores, of 16 keys (tile 2) with queries (tile 1); 4 to 7 sums, of values (tile 2)
+ * with weights (tile 3). */
+static void start_attention(int64_t group) {
+  AmxShapes shapes = {.palette = 1};
+  for (int i = 0; i < 8; i++) {
+    shapes.rows[i] = (uint8_t)(i < 3 ? AMX_ROWS : amx_height(group));
+    shapes.bytes[i] = (uint16_t)(i < 2 ? 4 * amx_height(group) : 64);
+  }
+  set_shapes(&shapes);
+}
+
+/* 32 values of each of two keys in pairs: first those of columns 0-3, 8-11, 16-19 and 24-27, which takes fewer instructions
+ * than to keep their order. NULL: zeros. */
+ALWAYS void pair_values(const uint16_t *even, const uint16_t *odd, float *to) {
+  __m512i x = even ? _mm512_loadu_si512(even) : _mm512_setzero_si512();
+  __m512i y = odd ? _mm512_loadu_si512(odd) : _mm512_setzero_si512();
+  store(to, (vec)_mm512_unpacklo_epi16(x, y));
+  store(to + LANES, (vec)_mm512_unpackhi_epi16(x, y));
+}
+
+/* Scaled sums of such columns, in the order of columns. */
+ALWAYS void order_sums(const float *sums, vec scale, float *out) {
+  vec x = load(sums) * scale, y = load(sums + LANES) * scale;
+  store(out, __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+  store(out + LANES, __builtin_shufflevector(x, y, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+}
+
+/* `score_keys` by AMX, from key `first`, of a block, on. Rows of bf16 queries are `stride` floats apart. */
+ALWAYS void score_by_tiles(const float *queries, int64_t stride, int64_t group, const CacheCursor *p, int64_t first,
+                           int64_t length, float *scores, int64_t width, int64_t size) {
+  int64_t num = amx_height(group), row = 2 * size;
+  int32_t pairs[MAX_HEAD_DIM / 2 * AMX_ROWS];
+  float part[KEYS * AMX_ROWS];
+  __m512i lanes = (__m512i)((ivec){LANE_NUMBERS} * (int32_t)num);
+  for (int64_t g = 0; g < group; g += num) {
+    int64_t from = g < group - num ? g : group - num;
+    for (int64_t q = 0; q < num; q++)
+      for (int64_t i = 0; i < size / 2; i++)
+        pairs[i * num + q] = ((const bits_in_memory *)(queries + (from + q) * stride))[i];
+    for (int64_t start = first; start < length; start += KEYS) {
+      int64_t j = start / KEYS, count = length - start < KEYS ? length - start : KEYS;
+      int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head);
+      const char *keys = (const char *)p->keys[j] + 2 * at;
+      Ahead ahead = g ? (Ahead){NULL, NULL, 0, 0} : ahead_of(p, size, j, 0);
+      __asm__ volatile("" ::: "memory"); /* gcc does not know that tiles are loaded from memory */
+      for (int64_t t = 0; t < count; t += LANES) {
+        _tile_zero(0);
+        for (int64_t k = 0; k < size; k += STEP) {
+          fetch_some(&ahead, size, t, k / STEP, size / STEP, 1);
+          _tile_loadd(2, keys + t * row + 2 * k, row);
+          _tile_loadd(1, pairs + k / 2 * num, 4 * num);
+          _tile_dpbf16ps(0, 2, 1);
+        }
+        _tile_stored(0, part + t * num, 4 * num);
+      }
+      for (int64_t t = 0; t < count; t += LANES)
+        for (int64_t q = 0; q < num; q++)
+          store(scores + (from + q) * width + start + t, (vec)_mm512_i32gather_ps(lanes, part + t * num + q, 4));
+    }
+  }
+}
+
+/* The weights of all scores, bf16 in their place, with zeros up to `width`, a multiple of STEP; then their scale. */
+ALWAYS void weigh_scores(float *scores, int64_t group, int64_t length, int64_t width) {
+  for (int64_t g = 0; g < group; g++) {
+    float *row = scores + g * width;
+    for (int64_t t = length; t < width; t++) row[t] = -INFINITY;
+    weights_of(row, width, row, row + width / 2);
+  }
+}
+
+/* out = the weighted values from key `first`, of a block, to `length`; `before`: sums of those before, or NULL. */
+ALWAYS void weigh_by_tiles(const CacheCursor *p, int64_t first, int64_t length, const float *before, int64_t group,
+                           const float *weights, int64_t width, float *out, int64_t size) {
+  int64_t num = amx_height(group);
+  float pairs[2][AMX_ROWS * PANEL] __attribute__((aligned(64))), sums[AMX_ROWS * PANEL] __attribute__((aligned(64)));
+  for (int64_t i = 0; i < size; i += PANEL)
+    for (int64_t g = 0; g < group; g += num) {
+      int64_t from = g < group - num ? g : group - num, columns = size - i < PANEL ? HALF : PANEL;
+      Ahead ahead = {NULL, NULL, 0, 0};
+      if (before) {
+        for (int64_t q = 0; q < num; q++)
+          memcpy(sums + q * PANEL, before + (from + q) * size + i, sizeof *sums * (size_t)columns);
+        __asm__ volatile("" ::: "memory");
+        _tile_loadd(4, sums, 4 * PANEL);
+        _tile_loadd(5, sums + LANES, 4 * PANEL);
+        _tile_loadd(6, sums + 2 * LANES, 4 * PANEL);
+        _tile_loadd(7, sums + 3 * LANES, 4 * PANEL);
+      } else {
+        _tile_zero(4);
+        _tile_zero(5);
+        _tile_zero(6);
+        _tile_zero(7);
+      }
+      for (int64_t start = first; start < length; start += STEP) {
+        int64_t j = start / KEYS, count = length - start;
+        int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + start % KEYS * size + i;
+        const uint16_t *values = (const uint16_t *)p->values[j] + at;
+        float *to = pairs[start / STEP % 2];
+        if (start % KEYS == 0 && g == 0) ahead = ahead_of(p, size, j, 1);
+        for (int64_t t = 0; t < STEP; t += 2)
+          for (int64_t c = 0; c < columns; c += HALF)
+            pair_values(t < count ? values + t * size + c : NULL, t + 1 < count ? values + (t + 1) * size + c : NULL,
+                        to + t / 2 * PANEL + c);
+        for (int64_t t = 0; t < STEP; t += LANES)
+          fetch_some(&ahead, size, start + t, i / PANEL, (size + HALF) / PANEL, 1);
+        __asm__ volatile("" ::: "memory");
+        _tile_loadd(3, (const char *)(weights + from * width) + 2 * start, 4 * width);
+        _tile_loadd(2, to, 4 * PANEL);
+        _tile_dpbf16ps(4, 3, 2);
+        _tile_loadd(2, to + LANES, 4 * PANEL);
+        _tile_dpbf16ps(5, 3, 2);
+        if (columns < PANEL) continue;
+        _tile_loadd(2, to + 2 * LANES, 4 * PANEL);
+        _tile_dpbf16ps(6, 3, 2);
+        _tile_loadd(2, to + 3 * LANES, 4 * PANEL);
+        _tile_dpbf16ps(7, 3, 2);
+      }
+      _tile_stored(4, sums, 4 * PANEL);
+      _tile_stored(5, sums + LANES, 4 * PANEL);
+      _tile_stored(6, sums + 2 * LANES, 4 * PANEL);
+      _tile_stored(7, sums + 3 * LANES, 4 * PANEL);
+      for (int64_t q = 0; q < num; q++)
+        for (int64_t c = 0; c < columns; c += HALF)
+          order_sums(sums + q * PANEL + c, all(weights[(from + q) * width + width / 2]), out + (from + q) * size + i + c);
+    }
+}
+
 /* Scores of `num` queries with the columns of a run. */
 static void score_run(const void *queries, int64_t num, const CacheCursor *p, int64_t columns, float *scores,
                       int64_t width, float *packed, int64_t size) {
@@ -2488,61 +2537,82 @@ static void score_run(const void *queries, int64_t num, const CacheCursor *p, in
     for (int64_t i = 0; i < PANEL; i += LANES) pack_some_keys(p->keys[j], at + i * size, size, packed, i, size, 1, 1);
     amx_dots(queries, 2 * size, size, (const char *)packed, scores + t, width, PANEL, (Following){{0}, NULL}, num, 0);
   }
-  stop_amx(DOTS);
 }
 
-/* Sums of the values of these columns, with bf16 weights. */
-static void weigh_run(const void *weights, int64_t num, const CacheCursor *p, int64_t columns, float *sums,
-                      float *packed, int64_t size) {
+/* Sums of the values of these columns, in the order of `pair_values`; rows of weights are `width` floats apart. */
+static void weigh_run(const float *weights, int64_t width, int64_t num, const CacheCursor *p, int64_t columns,
+                      float *sums, float *packed, int64_t size) {
   int64_t keys = columns * KEYS;
-  for (int64_t t = 0; t < keys; t += LANES) {
-    int64_t j = t / KEYS, at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + t % KEYS * size;
-    pack_value_pairs(p->values[j], at, size, packed, t, keys, size, 1);
-  }
   start_amx(num, DOTS);
-  for (int64_t i = 0; i < size; i += PANEL)
-    amx_dots(weights, 2 * keys, keys, (const char *)(packed + i * keys / 2), sums + i, size,
-             size - i < PANEL ? size - i : PANEL, (Following){{0}, NULL}, num, 0);
-  stop_amx(DOTS);
+  for (int64_t i = 0; i < size; i += PANEL) {
+    int64_t some = size - i < PANEL ? HALF : PANEL;
+    for (int64_t t = 0; t < keys; t += 2) {
+      int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, t / KEYS, p->row, p->head) + t % KEYS * size + i;
+      const uint16_t *values = (const uint16_t *)p->values[t / KEYS] + at;
+      for (int64_t c = 0; c < some; c += HALF)
+        pair_values(values + c, values + size + c, packed + t / 2 * PANEL + c);
+    }
+    amx_dots((const char *)weights, 4 * width, keys, (const char *)packed, sums + i, size, some,
+             (Following){{0}, NULL}, num, 0);
+  }
 }
-#else
-static void score_run(const void *queries, int64_t num, const CacheCursor *p, int64_t columns, float *scores,
-                      int64_t width, float *packed, int64_t size) {}
-static void weigh_run(const void *weights, int64_t num, const CacheCursor *p, int64_t columns, float *sums,
-                      float *packed, int64_t size) {}
-#endif
 
-/* `attend` for the rows of a run, of which `start` is at the first: their columns in common are multiplied by AMX, for
- * all of them at once, and what follows row by row, with the same bits. Rows of q and out have `q_stride` and `out_stride`
- * elements. */
+/* `attend` for the rows of a run, of which `start` is at the first: their columns in common are multiplied for all of them
+ * at once, and what follows row by row, with the same bits. Rows of q and out have `q_stride` and `out_stride` elements. */
 ALWAYS void attend_run(const Run *run, const CacheCursor *start, const int64_t *positions, int64_t group,
                        const float *q, int64_t q_stride, float *out, int64_t out_stride, float *scratch, int64_t size) {
   int64_t num = run->num * group, keys = run->columns * KEYS, width = 0;
   for (int64_t r = 0; r < run->num; r++)
-    if (whole_vectors(positions[r] + 1) > width) width = whole_vectors(positions[r] + 1);
+    if (whole_steps(positions[r] + 1) > width) width = whole_steps(positions[r] + 1);
   RunScratch at = run_scratch(num, width, run->columns, size);
   float *queries = scratch + at.queries, *sums = scratch + at.sums;
-  uint16_t *weights = (uint16_t *)(scratch + at.weights);
-  for (int64_t i = 0; i < num * size && keys; i += LANES)
-    store_rounded(queries, i, load(q + i / (group * size) * q_stride + i % (group * size)), 1);
+  for (int64_t i = 0; i < num && keys; i++)
+    memcpy(queries + i * size / 2, q + i / group * q_stride + i % group * size, 2 * (size_t)size);
   if (keys) score_run(queries, num, start, run->columns, scratch, width, scratch + at.keys, size);
   CacheCursor cursor;
+  if (keys) start_attention(group);
 #define FOR_ROWS \
   cursor = *start; \
   for (int64_t r = 0; r < run->num; r++, cursor.row++, cursor.next_row = (cursor.row + 1) % cursor.rows)
   FOR_ROWS {
-    float *scores = scratch + r * group * width, *to = out + r * out_stride;
-    score_keys(q + r * q_stride, group, &cursor, keys, positions[r] + 1, scores, width, size, 1, BY_TILES);
-    weigh_scores(scores, group, positions[r] + 1, width, to, size, BY_TILES);
-    for (int64_t g = 0; g < group; g++)
-      for (int64_t t = 0; t < keys; t += LANES)
-        store_rounded(weights + (r * group + g) * keys, t, load(scores + g * width + t), 1);
+    float *scores = scratch + r * group * width;
+    score_by_tiles(q + r * q_stride, size, group, &cursor, keys, positions[r] + 1, scores, width, size);
+    weigh_scores(scores, group, positions[r] + 1, width);
   }
-  if (keys) weigh_run(weights, num, start, run->columns, sums, scratch + at.values, size);
+  if (keys) weigh_run(scratch, width, num, start, run->columns, sums, scratch + at.values, size);
+  if (keys) start_attention(group);
   FOR_ROWS
-    weigh_values(&cursor, keys, positions[r] + 1, keys ? sums + r * group * size : NULL, group,
-                 scratch + r * group * width, width, out + r * out_stride, size, 1, BY_TILES);
+    weigh_by_tiles(&cursor, keys, positions[r] + 1, keys ? sums + r * group * size : NULL, group,
+                   scratch + r * group * width, width, out + r * out_stride, size);
 }
+
+/* `attend` for all runs. */
+static void attend_runs(const Run *runs, int64_t num_runs, const Shape *s, const float *q, const CacheCursor *all_rows,
+                        const int64_t *positions, float *out, uint16_t *rounded, float *scratch) {
+  int64_t size = s->size, group = s->heads / s->kv_heads, rows = all_rows->rows;
+  int64_t q_stride = (s->heads + 2 * s->kv_heads) * size, out_stride = s->heads * size;
+  start_attention(group);
+  for (int64_t item = 0; item < num_runs * s->kv_heads; item++) {
+    const Run *run = runs + item % num_runs;
+    int64_t head = item / num_runs, row = run->first, last = row + run->num == rows, last_head = head + 1 == s->kv_heads;
+    if ((head * rows + row) * THREADS / (rows * s->kv_heads) != THREAD) continue; /* as many rows for each thread */
+    const float *from = q + row * q_stride + head * group * size;
+    float *to = out + row * out_stride + head * group * size;
+    CacheCursor cursor = *all_rows;
+    cursor.row = row, cursor.head = head, cursor.next_row = last ? 0 : row + 1;
+    cursor.next_head = last && !last_head ? head + 1 : head;
+    cursor.brief = positions[row] < SHORT_CONTEXT, cursor.apart = run->num > 1;
+    if (size == 64) attend_run(run, &cursor, positions + row, group, from, q_stride, to, out_stride, scratch, 64);
+    else attend_run(run, &cursor, positions + row, group, from, q_stride, to, out_stride, scratch, size);
+    for (int64_t r = 0; r < run->num && rounded; r++)
+      round_row(to + r * out_stride, rounded + (to - out) + r * out_stride, group * size);
+  }
+  _tile_release();
+}
+#else
+static void attend_runs(const Run *runs, int64_t num_runs, const Shape *s, const float *q, const CacheCursor *all_rows,
+                        const int64_t *positions, float *out, uint16_t *rounded, float *scratch) {}
+#endif
 
 static void attend_rows(Team *team, const Shape *s, const Layer *layer, float eps, float *qkv, const float *cos,
                         const float *sin, const int64_t *positions, void *const *keys, void *const *values,
@@ -2551,9 +2621,6 @@ static void attend_rows(Team *team, const Shape *s, const Layer *layer, float ep
   int64_t size = s->size, group = s->heads / s->kv_heads, all_heads = s->heads + 2 * s->kv_heads;
   int narrow = (int)s->narrow, way = find_way(s->dots);
   vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
-  int32_t *tag = (int32_t *)(scratch + THREAD * s->scratch_size + s->shared_offset);
-  float *shared = (float *)tag + (num_columns + LANES - 1) / LANES * LANES;
-  if (s->shared_offset) memset(tag, 0, (size_t)num_columns * sizeof *tag); /* left by another layer */
   SHARED_FOR /* all keys first: several rows may be of the same sequence */
   for (int64_t item = 0; item < rows * s->kv_heads; item++) {
     int64_t row = item % rows, head = item / rows, position = positions[row], j = position / KEYS;
@@ -2571,43 +2638,32 @@ static void attend_rows(Team *team, const Shape *s, const Layer *layer, float ep
       float *one = q + g * size;
       if (layer->qk_norm) norm_row(one, layer->qk_norm + (head * group + g) * size, eps, one, size);
       if (layer->has_rope) rotate_row(one, c, sn, 1.f, one, size);
-      scale_query(one, scale, one, size, way != WIDE, way == BY_DOTS);
+      scale_query(one, scale, one, size, way != WIDE);
     }
   }
   wait_for_team(team);
-  if (num_runs) {
-    for (int64_t item = 0; item < num_runs * s->kv_heads; item++) {
-      const Run *run = runs + item % num_runs;
-      int64_t head = item / num_runs, row = run->first, q_stride = all_heads * size, out_stride = s->heads * size;
-      if ((head * rows + row) * THREADS / (rows * s->kv_heads) != THREAD) continue; /* as many rows for each thread */
-      const float *q = qkv + row * q_stride + head * group * size;
-      float *to = out + row * out_stride + head * group * size;
-      CacheCursor cursor = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
-                            (row + 1) % rows, head, positions[row] < SHORT_CONTEXT, run->num > 1, NULL, NULL};
-#define ATTEND_RUN(size) \
-  attend_run(run, &cursor, positions + row, group, q, q_stride, to, out_stride, scratch + THREAD * s->scratch_size, size)
-      if (size == 64) ATTEND_RUN(64);
-      else ATTEND_RUN(size);
-      for (int64_t r = 0; r < run->num && rounded; r++)
-        round_row(to + r * out_stride, rounded + (to - out) + r * out_stride, group * size);
-    }
+  CacheCursor cursor = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads};
+  if (way == BY_TILES) {
+    attend_runs(runs, num_runs, s, qkv, &cursor, positions, out, rounded, scratch + THREAD * s->scratch_size);
     wait_for_team(team);
     return;
   }
+  int32_t *tag = (int32_t *)(scratch + THREAD * s->scratch_size + s->shared_offset);
+  float *shared = (float *)tag + (num_columns + LANES - 1) / LANES * LANES;
+  if (s->shared_offset) memset(tag, 0, (size_t)num_columns * sizeof *tag); /* left by another layer */
   SHARED_FOR /* rows that share columns are adjacent, so that these are in the CPU cache */
   for (int64_t item = 0; item < rows * s->kv_heads; item++) {
     int64_t row = item % rows, head = item / rows, position = positions[row];
     float *q = qkv + (row * all_heads + head * group) * size, *scores = scratch + THREAD * s->scratch_size;
     float *to = out + (row * s->heads + head * group) * size;
     int last = row + 1 == rows, last_head = head + 1 == s->kv_heads;
-    CacheCursor cursor = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
-                         last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < SHORT_CONTEXT, 0,
-                         s->shared_offset ? shared : NULL, tag};
+    cursor.row = row, cursor.head = head, cursor.next_row = last ? 0 : row + 1;
+    cursor.next_head = last && !last_head ? head + 1 : head, cursor.brief = position < SHORT_CONTEXT;
+    cursor.shared = s->shared_offset ? shared : NULL, cursor.tag = tag;
 #define ATTEND(size, narrow, way) attend(q, group, &cursor, position + 1, scores, to, size, narrow, way)
 #define ATTEND_BY_WAY(size) \
   do { \
-    if (way == BY_TILES) ATTEND(size, 1, BY_TILES); \
-    else if (way == BY_DOTS) ATTEND(size, 1, BY_DOTS); \
+    if (way == BY_DOTS) ATTEND(size, 1, BY_DOTS); \
     else if (narrow) ATTEND(size, 1, WIDE); \
     else ATTEND(size, 0, WIDE); \
   } while (0)

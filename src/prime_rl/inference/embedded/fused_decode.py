@@ -109,7 +109,7 @@ class FusedDecode(DecodeBackend):
         decoder, rows = self._decoder, len(positions)
         shape, length = decoder.shape, int(positions.max()) + 1
         shape.threads = torch.get_num_threads()
-        scores = (length + LANES) * decoder.group
+        scores = (length + 2 * LANES) * decoder.group  # in whole steps of AMX
         shape.scratch_size = _in_lanes(max(scores, decoder.scratch[0] + decoder.scratch[1] * rows))
         shape.shared_offset = shape.scratch_size if self._shares else 0
         if self._shares:  # a flag for each block, and its keys as transposed by the kernel

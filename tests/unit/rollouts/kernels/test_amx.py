@@ -180,7 +180,7 @@ def test_attention_of_many_queries(
         assert torch.equal(part[0], found[:, start:]) and torch.equal(part[1], log_sums[..., start:])
 
 
-def build(head_dim: int = 32, layers: int = 2) -> CausalLM:
+def build(head_dim: int = 32, layers: int = 2, heads: int = 4, kv_heads: int = 2) -> CausalLM:
     """A tiny decoder; other sizes are no multiple of what a tile holds."""
     config = {
         "model_type": "qwen3",
@@ -188,8 +188,8 @@ def build(head_dim: int = 32, layers: int = 2) -> CausalLM:
         "hidden_size": 40,
         "intermediate_size": 60,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "initializer_range": 0.15,
     }
@@ -246,6 +246,29 @@ def test_decode_steps_and_prefill_agree_on_this_cpu(head_dim: int) -> None:
     assert engine._decoder.fused is not None and engine._decoder.fused.rounds_queries
     prompts = [draw_prompt(length) for length in (3, 40, 130, 300)]
     requests = [GenerationRequest(prompts[i // 2], SamplingParams(max_tokens=150, seed=i)) for i in range(8)]
+    for output in generate(engine, *requests):
+        assert score(engine, output) == list(output.logprobs)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_memory_behind_the_last_key_is_not_read(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EmbeddedEngine(build(head_dim), exact=False, max_model_len=256, enable_prefix_caching=False)
+    requests = [GenerationRequest(draw_prompt(length), SamplingParams(max_tokens=9, seed=1)) for length in (3, 60, 135)]
+    expected = [output.logprobs for output in generate(engine, *requests)]
+    cache = engine._blocks.cache
+    assert cache.blocks
+    for block in cache.blocks:
+        block.fill_(float("nan"))
+    monkeypatch.setattr(cache, "clear_page", lambda *_: None)
+    assert [output.logprobs for output in generate(engine, *requests)] == expected
+
+
+@pytest.mark.parametrize("heads", [16, 20, 40])
+def test_many_queries_of_one_key_head(heads: int) -> None:
+    """More than a tile has rows: in several, of which the last overlaps."""
+    engine = EmbeddedEngine(build(32, 6, heads, 1), exact=False, max_model_len=256, enable_prefix_caching=False)
+    requests = [GenerationRequest(draw_prompt(length), SamplingParams(max_tokens=40, seed=1)) for length in (3, 110)]
     for output in generate(engine, *requests):
         assert score(engine, output) == list(output.logprobs)
 
