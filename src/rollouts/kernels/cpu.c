@@ -1263,7 +1263,7 @@ ALWAYS void fetch_near(const char *weights, Following following) {
     __builtin_prefetch(weights + NEAR + i, 0, 3);
 }
 
-/* Prefetch the start of what follows a panel. */
+/* Prefetch what follows a panel, behind the NEAR bytes that `fetch_near` has prefetched. */
 ALWAYS void fetch_following(Following following) {
   for (int64_t i = 0; i < FOLLOWING && following.end; i += 64) __builtin_prefetch(following.next.from + NEAR + i, 0, 3);
 }
@@ -1541,7 +1541,7 @@ typedef struct {
   int32_t arrived, round, asleep;
 } Barrier;
 
-/* One of these threads, and the weights of its next product, which it prefetches while it waits. */
+/* The team as one of its threads has it: `ahead` are the weights of its next product, which it prefetches while it waits. */
 typedef struct {
   Barrier *barrier;
   Memory ahead;
@@ -2225,6 +2225,13 @@ typedef struct {
   int32_t *tag;  /* owner of the transposed keys of a column: 1 + slot kv_heads + head */
 } CacheCursor;
 
+/* Move to a row and head; the last of `num` rows that the thread processes together is followed by the next head. */
+ALWAYS void move_to(CacheCursor *p, int64_t row, int64_t num, int64_t head, int64_t position) {
+  int last = row + num == p->rows, last_head = head + 1 == p->kv_heads;
+  p->row = row, p->head = head, p->next_row = last ? 0 : row + 1;
+  p->next_head = last && !last_head ? head + 1 : head, p->brief = position < SHORT_CONTEXT;
+}
+
 /* Whether the next row and head read the same column. */
 ALWAYS int next_shares(const CacheCursor *p, int64_t j) {
   const int32_t *source = p->source + j * p->rows;
@@ -2594,14 +2601,13 @@ static void attend_runs(const Run *runs, int64_t num_runs, const Shape *s, const
   start_attention(group);
   for (int64_t item = 0; item < num_runs * s->kv_heads; item++) {
     const Run *run = runs + item % num_runs;
-    int64_t head = item / num_runs, row = run->first, last = row + run->num == rows, last_head = head + 1 == s->kv_heads;
+    int64_t head = item / num_runs, row = run->first;
     if ((head * rows + row) * THREADS / (rows * s->kv_heads) != THREAD) continue; /* as many rows for each thread */
     const float *from = q + row * q_stride + head * group * size;
     float *to = out + row * out_stride + head * group * size;
     CacheCursor cursor = *all_rows;
-    cursor.row = row, cursor.head = head, cursor.next_row = last ? 0 : row + 1;
-    cursor.next_head = last && !last_head ? head + 1 : head;
-    cursor.brief = positions[row] < SHORT_CONTEXT, cursor.apart = run->num > 1;
+    move_to(&cursor, row, run->num, head, positions[row]);
+    cursor.apart = run->num > 1;
     if (size == 64) attend_run(run, &cursor, positions + row, group, from, q_stride, to, out_stride, scratch, 64);
     else attend_run(run, &cursor, positions + row, group, from, q_stride, to, out_stride, scratch, size);
     for (int64_t r = 0; r < run->num && rounded; r++)
@@ -2656,9 +2662,7 @@ static void attend_rows(Team *team, const Shape *s, const Layer *layer, float ep
     int64_t row = item % rows, head = item / rows, position = positions[row];
     float *q = qkv + (row * all_heads + head * group) * size, *scores = scratch + THREAD * s->scratch_size;
     float *to = out + (row * s->heads + head * group) * size;
-    int last = row + 1 == rows, last_head = head + 1 == s->kv_heads;
-    cursor.row = row, cursor.head = head, cursor.next_row = last ? 0 : row + 1;
-    cursor.next_head = last && !last_head ? head + 1 : head, cursor.brief = position < SHORT_CONTEXT;
+    move_to(&cursor, row, 1, head, position);
     cursor.shared = s->shared_offset ? shared : NULL, cursor.tag = tag;
 #define ATTEND(size, narrow, way) attend(q, group, &cursor, position + 1, scores, to, size, narrow, way)
 #define ATTEND_BY_WAY(size) \
