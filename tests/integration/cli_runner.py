@@ -98,7 +98,7 @@ class Runner:
                 text=True,
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: mark},
-                start_new_session=True,
+                process_group=0,  # not a session: Linux schedules each as one, and some versions let others wait for seconds
             )
         command = Command(name, process, out_path, err_path, mark)
         self.commands.append(command)
