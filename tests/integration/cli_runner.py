@@ -98,7 +98,8 @@ class Runner:
                 text=True,
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: mark},
-                process_group=0,  # not a session: Linux schedules each as one, and some versions let others wait for seconds
+                # Not a session: Linux schedules each as a whole, and one that spins can let others wait for seconds.
+                process_group=0,
             )
         command = Command(name, process, out_path, err_path, mark)
         self.commands.append(command)
