@@ -254,7 +254,7 @@ class EmbeddedEngine(InProcessEngineMixin):
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Run one forward pass: prefill if prompts are pending, else every running sequence by at least one token."""
+        """Run one forward pass: over chunks of pending prompts, of a token of other running sequences, or of both."""
         if self._aborted:
             aborted, self._aborted = self._aborted, []
             return aborted

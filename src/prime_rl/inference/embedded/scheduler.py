@@ -1,8 +1,8 @@
 """Scheduler: selects the sequences of the next forward pass, prefill first, then one decode token each.
 
-Short chunks of prompts are computed together with decode tokens. waiting -> running -> finished. The slot of a running
-sequence is its index in `running`. When the cache is full, the newest sequence is preempted to the front of the queue
-and recomputed later.
+Short chunks of prompts are computed together with decode tokens; passes over long ones alternate with decode steps of
+the other sequences. waiting -> running -> finished. The slot of a running sequence is its index in `running`. When the
+cache is full, the newest sequence is preempted to the front of the queue and recomputed later.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from rollouts.training.numerics import padded
 
 MAX_SCORES = 2048 * 2048
 """Maximum query rows x keys of a prefill pass, which bounds the memory of its attention scores."""
+
+TOKENS_BESIDE_DECODING = 1024
+"""Maximum prompt tokens of a pass for which decoding sequences wait."""
+
+MAX_WAIT_S = 0.5
+"""Time of such passes after which they decode a token. A step takes 10 to 50 ms, and each one delays the prompts."""
 
 MAX_CHUNK_ROWS = 256
 """Tokens of chunks up to which a decode step may compute them, a row for each, beside those of the other sequences."""
@@ -85,6 +91,7 @@ class Scheduler:
     num_drafted: int = 0
     num_accepted: int = 0
     _num_finished_before: int = 0  # this batch, which has grown from an empty one
+    _waited_s: float = 0.0  # time of the passes since the last token of decoding sequences
     _is_fed: bool = False  # a sequence has been admitted after another one of the batch ended: more will come
     _pending: list[Sequence] = field(default_factory=list)  # running, but not fully cached
     _order: Iterator[int] = field(default_factory=itertools.count)
@@ -98,16 +105,11 @@ class Scheduler:
         self._ensure_capacity()
         if left := [seq for seq in in_flight if seq.slot >= 0]:
             return ScheduledBatch(left, [], admitted, self._revision, in_flight=True)
-        chosen = self._next_chunks()
+        chosen, as_rows = self._next_pass() if self._pending else ([], False)
         if not chosen:
             is_closed = not self.waiting and not self._is_fed
             drafts = self.drafter.propose(self.running, is_closed) if self.drafter is not None else []
             return ScheduledBatch(self.running, [], admitted, self._revision, drafts)
-        as_rows = self._fit_rows(chosen)
-        if as_rows:
-            pending = set(map(id, self._pending))
-            decoding = [seq for seq in self.running if id(seq) not in pending]
-            chosen += [(seq, Chunk(len(seq.tokens) - 1, 1)) for seq in decoding]
         seqs, chunks = zip(*chosen, strict=True)
         return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision, as_rows=as_rows)
 
@@ -116,6 +118,7 @@ class Scheduler:
 
         `seconds`: the time of the step.
         """
+        self._waited_s = self._waited_s + seconds if batch.chunks and not batch.as_rows else 0.0
         if not batch.chunks:
             assert sampled is not None
             if self.drafter is not None:
@@ -203,8 +206,30 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.num_preempted += 1
 
-    def _next_chunks(self) -> list[tuple[Sequence, Chunk]]:
-        """Select the next prefill pass within the budget of padded tokens; empty if all prompts are cached."""
+    def _next_pass(self) -> tuple[list[tuple[Sequence, Chunk]], bool]:
+        """Chunks of pending prompts, and whether a decode step computes them, with a token of the other sequences.
+
+        It computes tokens alone if the sequences have waited for long.
+        """
+        decoding = self._decoding_beside_chunks()
+        budget = self.max_num_batched_tokens
+        chosen = self._next_chunks(min(budget, TOKENS_BESIDE_DECODING) if decoding else budget)
+        as_rows = self._fit_rows(chosen)
+        if not as_rows and decoding and self._waited_s > MAX_WAIT_S:
+            chosen, as_rows = [], True
+        if as_rows:
+            chosen += [(seq, Chunk(len(seq.tokens) - 1, 1)) for seq in decoding]
+        return chosen, as_rows
+
+    def _decoding_beside_chunks(self) -> list[Sequence]:
+        """The sequences without a pending prompt, if a decode step can compute them without the others."""
+        if not self.max_chunk_pairs or not self.adapters.are_packed({seq.request.adapter for seq in self.running}):
+            return []
+        pending = set(map(id, self._pending))
+        return [seq for seq in self.running if id(seq) not in pending]
+
+    def _next_chunks(self, budget: int) -> list[tuple[Sequence, Chunk]]:
+        """Select the next prefill pass within `budget` padded tokens; empty if all prompts are cached."""
         chosen: list[tuple[Sequence, Chunk]] = []
         rows = keys = 0
         for seq in self._pending:
@@ -212,15 +237,15 @@ class Scheduler:
                 continue
             left = len(seq.tokens) - seq.num_cached
             if not self.pads_chunks:
-                if chosen and rows + left > self.max_num_batched_tokens:
+                if chosen and rows + left > budget:
                     break
-                chosen.append((seq, Chunk(seq.num_cached, min(left, self.max_num_batched_tokens))))
+                chosen.append((seq, Chunk(seq.num_cached, min(left, budget))))
                 rows += chosen[-1][1].length
                 continue
-            length = min(left, self.max_num_batched_tokens, max(64, MAX_SCORES // padded(seq.num_cached + left)))
+            length = min(left, budget, max(64, MAX_SCORES // padded(seq.num_cached + left)))
             new_rows, new_keys = max(rows, length), max(keys, padded(seq.num_cached + length))
             num_rows = (len(chosen) + 1) * new_rows
-            if chosen and (num_rows > self.max_num_batched_tokens or num_rows * new_keys > MAX_SCORES):
+            if chosen and (num_rows > budget or num_rows * new_keys > MAX_SCORES):
                 break
             rows, keys = new_rows, new_keys
             chosen.append((seq, Chunk(seq.num_cached, length)))

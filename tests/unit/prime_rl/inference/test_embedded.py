@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import math
 import queue
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from prime_rl.inference.detokenizer import Detokenizer, StopStringMatcher, TokenNames, build_decode
 from prime_rl.inference.embedded import engine as engine_module
-from prime_rl.inference.embedded import loading
+from prime_rl.inference.embedded import loading, scheduler
 from prime_rl.inference.embedded.attention import decode_metadata, find_runs
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK, zeros
 from prime_rl.inference.embedded.prefix_cache import FIRST_SHARE
 from prime_rl.inference.embedded.sampler import build_sampling_batch, filter_logprobs, sample
+from prime_rl.inference.embedded.scheduler import TOKENS_BESIDE_DECODING, ScheduledBatch
 from prime_rl.inference.engine import (
     FULL,
     AdapterSpec,
@@ -449,6 +451,43 @@ def test_growing_sequence_preempts_newer_ones() -> None:
     outputs = run(engine, grown, *short)
     assert engine.stats().preempted > 0 and len(outputs[0].token_ids) == 60
     assert sum(check_exact(output, {0: build_model(0)}) for output in outputs) == 60 + 40 * len(short)
+
+
+@pytest.mark.parametrize(("budget", "max_wait_s"), [(None, 0.0), (200, 0.0), (None, 1e9)])
+def test_decoding_goes_on_beside_long_prompts(
+    budget: int | None, max_wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two tokens there is one pass, of few tokens of the prompts, or there are those of `MAX_WAIT_S`."""
+    monkeypatch.setattr(scheduler, "MAX_WAIT_S", max_wait_s)
+    engine = EmbeddedEngine(build_model(0), max_num_batched_tokens=budget)
+    passes, compute = list[int](), engine._runner.run
+
+    def record(batch: ScheduledBatch) -> Any:
+        passes.append(0 if batch.as_rows else sum(chunk.length for chunk in batch.chunks))
+        return compute(batch)
+
+    monkeypatch.setattr(engine._runner, "run", record)
+    rng = random.Random(0)
+    short = [request([i] * 5, max_tokens=30 + i, seed=i, stream=True) for i in range(3)]
+    long = [request(rng.choices(range(256), k=length), max_tokens=2, seed=9) for length in (1800, 700, 800)]
+    for one in short:
+        engine.add(one)
+    for _ in range(5):
+        engine.step()
+    passes.clear()
+    for one in long:
+        engine.add(one)
+    outputs, has_tokens = list[Output](), list[bool]()
+    while engine.has_work():
+        events = engine.step()
+        if not outputs:
+            has_tokens.append(any(isinstance(event, StreamUpdate) for event in events))
+        outputs += [event for event in events if isinstance(event, Output)]
+    waits = [length > 0 for length in passes[: len(has_tokens)]]
+    assert waits[:-1] == [not found for found in has_tokens[:-1]], "in the last step the first output ends"
+    assert max(passes) == (budget or TOKENS_BESIDE_DECODING)
+    assert ((True, True) in itertools.pairwise(waits)) == (max_wait_s > 0)
+    assert sum(check_exact(output, {0: build_model(0)}) for output in outputs) == 30 + 31 + 32 + 3 * 2
 
 
 @pytest.mark.parametrize("budget", [16, 2048])
