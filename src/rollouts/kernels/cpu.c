@@ -1858,6 +1858,7 @@ ALWAYS void pack_value_pairs(const void *values, int64_t at, int64_t stride, flo
 
 typedef struct {
   int64_t seqs, rows, heads, kv_heads, keys, size; /* `keys` is a multiple of LANES */
+  int64_t query_stride;                            /* of positions, all in one row */
   int64_t seq_stride, key_stride, head_stride;     /* of keys and values */
   int64_t window;                                  /* visible keys of a query, its own included; 0: all */
   int64_t block;                                   /* query positions per item of work */
@@ -1905,7 +1906,7 @@ static void attend_block(const Causal *a, const float *q, const float *keys, con
   float *shares = queries + rows * size / 2; /* BY_TILES: behind the queries, which are bf16 */
   vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
   for (int64_t r = 0; r < rows; r++)
-    scale_query(q + r / group * width + r % group * size, scale, queries + r * size / (way ? 2 : 1), size, way);
+    scale_query(q + r / group * a->query_stride + r % group * size, scale, queries + r * size / (way ? 2 : 1), size, way);
   if (way == BY_TILES) attend_by_tiles(a, queries, keys, values, first, end, scores, sums, rows, 0);
   for (int64_t t = first; t < end && way != BY_TILES; t += PANEL) {
     const float *panel = keys + t * size / (way ? 2 : 1);
@@ -1999,8 +2000,9 @@ static void attend_all(const Causal *a, const float *q, const Source *from, cons
       int64_t pair = item / blocks, row = (blocks - 1 - item % blocks) * a->block; /* long ones first */
       int64_t seq = pair / a->kv_heads, head = pair % a->kv_heads * group;
       int64_t num = a->rows - row < a->block ? a->rows - row : a->block;
-      int64_t at = ((seq * a->rows + row) * a->heads + head) * a->size;
-      attend_block(a, q + at, packed + pair * each, packed + pair * each + of_keys, starts[seq] + row, num,
+      int64_t position = seq * a->rows + row, at = (position * a->heads + head) * a->size;
+      const float *keys = packed + pair * each;
+      attend_block(a, q + position * a->query_stride + head * a->size, keys, keys + of_keys, starts[seq] + row, num,
                    scratch + THREAD * a->scratch_size, out + at,
                    log_sums ? log_sums + (seq * a->heads + head) * a->rows + row : NULL);
     }
@@ -2131,12 +2133,13 @@ static void differentiate_block(const Pair *pair, const float *grad, const float
   memset(queries, 0, sizeof(float) * (size_t)(2 * all_rows * size));
   for (int64_t r = 0; r < rows; r++) {
     int64_t at = r / group * width + r % group * size;
+    const float *query = q + r / group * a->query_stride + r % group * size;
     vec inner = {0};
     ROW(i, size) {
       vec d = load(grad + at + i);
       inner = fma_of(d, load(out + at + i), inner);
       store(grads + r * size + i, d);
-      store(queries + r * size + i, load(q + at + i) * scale);
+      store(queries + r * size + i, load(query + i) * scale);
     }
     deltas[r] = sum(inner);
   }
@@ -2171,9 +2174,9 @@ void causal_attention_backward(const Causal *a, const float *grad, const float *
       pack_values(k + from, a->key_stride, flat, a->keys, a->size);
       for (int64_t row = 0; row < a->rows; row += a->block) {
         int64_t num = a->rows - row < a->block ? a->rows - row : a->block;
-        int64_t at = ((seq * a->rows + row) * a->heads + head) * a->size;
-        differentiate_block(&pair, grad + at, q + at, out + at, log_sums + (seq * a->heads + head) * a->rows + row,
-                            starts[seq] + row, num, mine, dq + at);
+        int64_t position = seq * a->rows + row, at = (position * a->heads + head) * a->size;
+        differentiate_block(&pair, grad + at, q + position * a->query_stride + head * a->size, out + at,
+                            log_sums + (seq * a->heads + head) * a->rows + row, starts[seq] + row, num, mine, dq + at);
       }
     }
   }

@@ -73,6 +73,7 @@ class CausalStruct(ctypes.Structure):
         for name in (
             *("seqs", "rows", "heads", "kv_heads", "keys", "size"),
             *(
+                "query_stride",
                 "seq_stride",
                 "key_stride",
                 "head_stride",
@@ -365,11 +366,19 @@ def causal_attention(
     """
     assert k.stride() == v.stride()
     strides = (k.stride(0), k.stride(1), k.stride(2))
+    q = _in_one_row(q)
     shape, *memory = _allocate(q, k.shape[1], k.shape[2], strides, window, rounded)
     log_sums = torch.empty(q.shape[0], q.shape[2], q.shape[1])
-    inputs = (q.contiguous(), k, v, starts.contiguous())
+    inputs = (q, k, v, starts.contiguous())
     call("causal_attention", ctypes.addressof(shape), *inputs, *memory, log_sums)
     return memory[-1], log_sums
+
+
+def _in_one_row(q: Float[Tensor, "seqs rows heads dim"]) -> Float[Tensor, "seqs rows heads dim"]:
+    """q, with equal distances between all of its positions: as it is, for example, in a projection of q, k and v."""
+    rows, dim, stride = q.shape[1], q.shape[3], q.stride()
+    in_one = len(q) == 1 or stride[0] == rows * stride[1]
+    return q if in_one and stride[2:] == (dim, 1) else q.contiguous()
 
 
 def _allocate(
@@ -387,9 +396,9 @@ def _allocate(
     (seqs, rows, heads, dim), group, threads = q.shape, q.shape[2] // kv_heads, torch.get_num_threads()
     block = max(1, QUERY_ROWS // (1 if keys <= MANY_KEYS else 3) // group)
     scratch = torch.empty(threads, block * group * (2 * dim + keys))
-    sizes = (seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, scratch.shape[1], threads)
+    sizes = (seqs, rows, heads, kv_heads, keys, dim, q.stride(1), *strides, window or 0, block)
     packed = torch.empty(seqs * kv_heads, kernels.packed_keys_size(keys, dim))
-    return CausalStruct(*sizes, rounded, narrow), packed, scratch, torch.empty(q.shape)
+    return CausalStruct(*sizes, scratch.shape[1], threads, rounded, narrow), packed, scratch, torch.empty(q.shape)
 
 
 def paged_attention(
@@ -412,8 +421,9 @@ def paged_attention(
     at most `keys`, a multiple of LANES.
     """
     assert pages.dtype == torch.int32 and all(x.is_contiguous() for x in (blocks, pages, counts, starts))
+    q = _in_one_row(q)
     shape, *memory = _allocate(q, keys, kv_heads, (0, 0, 0), window, rounded, narrow)
-    inputs = (q.contiguous(), blocks, blocks.shape[1], pages, counts, starts)
+    inputs = (q, blocks, blocks.shape[1], pages, counts, starts)
     call("paged_attention", ctypes.addressof(shape), *inputs, *memory)
     return memory[-1]
 
@@ -451,11 +461,13 @@ def causal_attention_backward(
     (seqs, rows, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
     threads, block = torch.get_num_threads(), max(1, QUERY_ROWS // (heads // kv_heads))
     strides = (k.stride(0), k.stride(1), k.stride(2))
-    shape = CausalStruct(seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, 0, threads, 0, 0)
+    q = _in_one_row(q)
+    sizes = (seqs, rows, heads, kv_heads, keys, dim, q.stride(1), *strides, window or 0, block, 0, threads)
+    shape = CausalStruct(*sizes, 0, 0)
     shape.scratch_size = kernels.backward_scratch_size(ctypes.addressof(shape))
     scratch = torch.empty(threads, shape.scratch_size)
     dq, dk, dv = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
-    inputs = (grad.contiguous(), q.contiguous(), k, v, out, log_sums, starts.contiguous())
+    inputs = (grad.contiguous(), q, k, v, out, log_sums, starts.contiguous())
     call("causal_attention_backward", ctypes.addressof(shape), *inputs, scratch, dq, dk, dv)
     return dq, dk, dv
 

@@ -326,9 +326,11 @@ def test_gradients_of_attention(
     expected = torch.autograd.grad(torch_causal_attention(*wide, starts, window), wide, weight.double())
     found = []
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-    for threads in (1, 2):
+    q, k, v = leaves
+    projected = torch.cat((q, q), dim=2)[:, :, :heads]  # rows with other distances
+    for threads, queries in ((1, q), (2, projected)):
         torch.set_num_threads(threads)
-        found.append(torch.autograd.grad(exact_causal_attention(*leaves, starts, window), leaves, weight))
+        found.append(torch.autograd.grad(exact_causal_attention(queries, k, v, starts, window), leaves, weight))
     for one, two, value in zip(*found, expected, strict=True):
         assert torch.equal(one, two)
         assert (one - value).norm() < 2e-6 * value.norm()

@@ -52,12 +52,13 @@ def test_pages_have_the_bits_of_tensors(
     dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
     blocks, addresses, pages = build_cache(dtype, kv_heads, dim)
-    q, narrow = draw(len(COUNTS), ROWS, heads, dim, seed=1), dtype == torch.bfloat16
+    projected, narrow = draw(len(COUNTS), ROWS, heads + 2 * kv_heads, dim, seed=1), dtype == torch.bfloat16
+    q = projected[:, :, :heads]
     k, v = (gather(blocks, half, pages) for half in (0, 1))
     for rounded in {False, narrow and cpu.supports_rounded_queries(dim)}:
         chunks = (pages, COUNTS, STARTS, WIDTH, kv_heads)
         found = cpu.paged_attention(q, addresses, *chunks, narrow=narrow, window=window, rounded=rounded)
-        expected, _ = cpu.causal_attention(q, k, v, STARTS, window, rounded)
+        expected, _ = cpu.causal_attention(q.contiguous(), k, v, STARTS, window, rounded)
         for seq, length in enumerate(LENGTHS):
             assert torch.equal(found[seq, :length], expected[seq, :length])
 
