@@ -24,14 +24,17 @@ def run_trainer(
     summary: str,
     preview: Callable[[Any], str | None] = lambda _: None,
 ) -> NoReturn:
-    """`run_command` for a trainer; with several ranks, exit without interpreter shutdown.
+    """`run_command` for a trainer; with process groups, of ranks or for weights, exit without interpreter shutdown.
 
     Threads of gloo and NCCL can outlive the process group; one that still releases a tensor during interpreter
     shutdown is unwound by force, and the finished rank dies of SIGABRT ("terminate called without an active
     exception"). `atexit` handlers still run.
     """
+    has_groups = int(os.environ.get("WORLD_SIZE", "1")) > 1
 
     def record(config: Any) -> int:
+        nonlocal has_groups
+        has_groups = has_groups or (prog == "trainer" and config.weight_broadcast.type != "filesystem")
         from prime_rl.telemetry.trackers import check_trackers
         from prime_rl.utils.logger import find_level
 
@@ -48,7 +51,7 @@ def run_trainer(
     try:
         run_command(prog, config_cls, record, summary=summary, preview=preview, record=True)
     except SystemExit as exit_:
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if not has_groups:
             raise
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+import pytest
 
 from prime_rl.trainer.command import count_missing_ranks
 from prime_rl.trainer.config import ParallelDims
@@ -27,27 +30,33 @@ def test_console_shows_rank_0_until_failure() -> None:
     assert console("trainer_rank0", "  File ...") is None, "the launcher reports the error"
 
 
-def test_rank_exits_without_interpreter_shutdown() -> None:
+@pytest.mark.parametrize(
+    ("world_size", "way", "code"),
+    [("1", "filesystem", -signal.SIGABRT), ("2", "filesystem", 3), ("1", "gloo", 3), ("1", "nccl", 3)],
+)
+def test_rank_exits_without_interpreter_shutdown(world_size: str, way: str, code: int, tmp_path: Path) -> None:
     """Threads of gloo unwound at interpreter shutdown can abort finished ranks, see `run_trainer`."""
     program = textwrap.dedent("""
-        import atexit, os
+        import atexit, os, sys
         from prime_rl.trainer import command
+        from prime_rl.trainer.config import TrainConfig
 
         class Fuse:
             def __del__(self):
                 os.abort()
 
-        def finished(*_, **__):
+        def run(prog, config_cls, run, **options):
+            run(TrainConfig.model_validate({"weight_broadcast": {"type": sys.argv[1]}, "output_dir": sys.argv[2]}))
+
+        def finished(config):
             raise SystemExit(3)
 
-        command.fuse, command.run_command = Fuse(), finished
+        command.fuse, command.run_command = Fuse(), run
         atexit.register(print, "said at exit")
-        command.run_trainer("trainer", None, None, summary="")
+        command.run_trainer("trainer", None, finished, summary="")
     """)
-    ends = {}
-    for world_size in ("1", "2"):
-        environ = {**os.environ, "WORLD_SIZE": world_size}
-        done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
-        assert done.stdout == "said at exit\n"
-        ends[world_size] = done.returncode
-    assert ends == {"1": -signal.SIGABRT, "2": 3}
+    environ = {**os.environ, "WORLD_SIZE": world_size, "RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, way, str(tmp_path)], env=environ, capture_output=True, text=True
+    )
+    assert done.stdout.endswith("said at exit\n") and done.returncode == code, done.stderr
