@@ -1858,7 +1858,7 @@ ALWAYS void pack_value_pairs(const void *values, int64_t at, int64_t stride, flo
 
 typedef struct {
   int64_t seqs, rows, heads, kv_heads, keys, size; /* `keys` is a multiple of LANES */
-  int64_t query_stride;                            /* of positions, all in one row */
+  int64_t query_stride;                            /* from one position to the next, also of the next sequence */
   int64_t seq_stride, key_stride, head_stride;     /* of keys and values */
   int64_t window;                                  /* visible keys of a query, its own included; 0: all */
   int64_t block;                                   /* query positions per item of work */

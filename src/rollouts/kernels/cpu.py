@@ -375,7 +375,7 @@ def causal_attention(
 
 
 def _in_one_row(q: Float[Tensor, "seqs rows heads dim"]) -> Float[Tensor, "seqs rows heads dim"]:
-    """q, with equal distances between all of its positions: as it is, for example, in a projection of q, k and v."""
+    """q, copied unless all of its positions have equal distances in memory, as in a joint projection of q, k and v."""
     rows, dim, stride = q.shape[1], q.shape[3], q.stride()
     in_one = len(q) == 1 or stride[0] == rows * stride[1]
     return q if in_one and stride[2:] == (dim, 1) else q.contiguous()

@@ -1,8 +1,9 @@
 """Scheduler: selects the sequences of the next forward pass, prefill first, then one decode token each.
 
-Short chunks of prompts are computed together with decode tokens; passes over long ones alternate with decode steps of
-the other sequences. waiting -> running -> finished. The slot of a running sequence is its index in `running`. When the
-cache is full, the newest sequence is preempted to the front of the queue and recomputed later.
+Short chunks of prompts are computed together with decode tokens. While long ones are computed, the other sequences
+decode a token after each `MAX_WAIT_S` of passes. waiting -> running -> finished. The slot of a running sequence is its
+index in `running`. When the cache is full, the newest sequence is preempted to the front of the queue and recomputed
+later.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Scheduler:
     num_drafted: int = 0
     num_accepted: int = 0
     _num_finished_before: int = 0  # this batch, which has grown from an empty one
-    _waited_s: float = 0.0  # time of the passes since the last token of decoding sequences
+    _waited_s: float = 0.0  # time of the passes over chunks since the last decode step
     _is_fed: bool = False  # a sequence has been admitted after another one of the batch ended: more will come
     _pending: list[Sequence] = field(default_factory=list)  # running, but not fully cached
     _order: Iterator[int] = field(default_factory=itertools.count)
@@ -209,7 +210,7 @@ class Scheduler:
     def _next_pass(self) -> tuple[list[tuple[Sequence, Chunk]], bool]:
         """Chunks of pending prompts, and whether a decode step computes them, with a token of the other sequences.
 
-        It computes tokens alone if the sequences have waited for long.
+        It computes these tokens alone if the sequences have waited for `MAX_WAIT_S`.
         """
         decoding = self._decoding_beside_chunks()
         budget = self.max_num_batched_tokens
