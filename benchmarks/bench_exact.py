@@ -152,10 +152,12 @@ def compare(
     ends = [start for start, _ in output.versions[1:]] + [len(ids)]
     for (start, version), end in zip(output.versions, ends, strict=True):
         model = models[version]
-        attend = RoundedAttention(PackedAttention([len(tokens)]), dtype)
+        model.round_inputs(dtype)
+        attend = RoundedAttention(PackedAttention([len(tokens)], rounded=model.rounds_inputs), dtype)
         hidden = model(tokens, torch.arange(len(tokens)), attend)
         scale = torch.full((len(tokens), 1), output.request.params.temperature)
-        logits = linear(hidden, model.lm_head.weight).float()  # as the losses multiply, whatever the number of rows
+        # as the losses multiply, whatever the number of rows
+        logits = linear(hidden, model.lm_head.weight, rounded=model.rounds_inputs).float()
         expected = log_softmax(logits / scale)
         rows = torch.arange(len(prompt) + start, len(prompt) + end) - 1
         labels, logprobs = torch.tensor(ids[start:end], dtype=torch.long), torch.tensor(output.logprobs[start:end])

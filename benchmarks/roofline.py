@@ -52,7 +52,7 @@ def measure_flops(dtype: str, resources: Resources) -> float:
     import torch
 
     from rollouts.kernels import cpu
-    from rollouts.kernels.linear import pack_weight, packed_linear
+    from rollouts.kernels.onednn import pack_weight, packed_linear
 
     x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
     products: list[Callable[[], object]] = []

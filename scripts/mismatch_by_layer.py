@@ -74,13 +74,14 @@ def run_trainer(model: CausalLM, tokens: list[int], dtype: torch.dtype) -> tuple
     kept: list[Tensor] = []
     hooks = [layer.register_forward_hook(lambda *args: kept.append(args[-1])) for layer in model.layers()]
     padded = torch.tensor(tokens + [0] * (MIN_TOKENS - len(tokens)))
-    attend = RoundedAttention(PackedAttention([len(padded)]), dtype)
+    attend = RoundedAttention(PackedAttention([len(padded)], rounded=model.rounds_inputs), dtype)
     hidden = model(padded, torch.arange(len(padded)), attend)
     for hook in hooks:
         hook.remove()
     labels = torch.cat((padded[1:], padded[:1]))
     cap = model.config.logit_cap
-    logprobs, _ = compute_head_logprobs(hidden, model.lm_head.weight, labels, torch.ones(len(padded)), cap=cap)
+    options = {"cap": cap, "rounded": model.rounds_inputs}
+    logprobs, _ = compute_head_logprobs(hidden, model.lm_head.weight, labels, torch.ones(len(padded)), **options)
     return logprobs[: len(tokens) - 1], kept
 
 
@@ -116,8 +117,10 @@ def main() -> int:
             f"{type(served).__name__} runs the same forward pass in engine and trainer: there are no layers to compare"
         )
         return 0
-    engine = EmbeddedEngine(served.to(dtype), exact=not arguments.fast)
+    # Only the fused step computes drafts.
+    engine = EmbeddedEngine(served.to(dtype), exact=not arguments.fast, speculation=False)
     trained = trained.to(dtype).to(arithmetic_dtype(dtype, torch.device("cpu"))).requires_grad_(False)
+    trained.round_inputs(dtype)
     prompt = random.Random(arguments.seed).choices(range(trained.config.vocab_size), k=NUM_PROMPT)
     params = SamplingParams(max_tokens=arguments.tokens, seed=arguments.seed, ignore_eos=True)
     output, engine_states = run_engine(engine, engine._scheduler, engine._decoder, GenerationRequest(prompt, params))

@@ -248,7 +248,10 @@ class ServerState:
         """How log-probs are computed, on which their comparison with the trainer's depends."""
         engine = self.engine.engine
         dtype = getattr(engine, "quantization", None) or str(getattr(engine, "dtype", "")).removeprefix("torch.")
-        return {"exact": bool(getattr(engine, "exact", False)), "dtype": dtype}
+        arithmetic = getattr(engine, "arithmetic", "")
+        return {"exact": bool(getattr(engine, "exact", False)), "dtype": dtype} | (
+            {"arithmetic": arithmetic} if arithmetic else {}
+        )
 
     def _metrics(self, total_s: float, paused_s: float) -> dict[str, float]:
         stats = self.engine.engine.stats()

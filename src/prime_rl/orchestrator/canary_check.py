@@ -92,8 +92,8 @@ async def _compare_engine(engine: PrimeEngine, canary: Canary, answer: dict[str,
             f"{engine} does not score prompts, so its log-probs are not compared with the trainer's: {rejection}"
         )
         return None
-    exact, dtype = bool(answer.get("exact")), str(answer.get("dtype", ""))
-    problem = compare_canary(canary, logprobs, exact=exact, dtype=dtype)
+    dtype, arithmetic = (str(answer.get(key, "")) for key in ("dtype", "arithmetic"))
+    problem = compare_canary(canary, logprobs, exact=bool(answer.get("exact")), dtype=dtype, arithmetic=arithmetic)
     if problem is None:
         return ""
     try:

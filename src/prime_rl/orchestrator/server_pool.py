@@ -212,7 +212,7 @@ class ServerPool:
         """Load the live version unless the server has it or reports none; returns its answer, else its numerics."""
         version, engine = self.version.live, self.engines[i]
         if health.version is None or (health.version == version and not health.awaits_weights):
-            return {"exact": health.exact, "dtype": health.dtype}
+            return {"exact": health.exact, "dtype": health.dtype, "arithmetic": health.arithmetic}
         logger.info(f"Loading version {version} on {engine} (has {health.version})")
         return await (self._load_published(engine, version) if version else engine.reload_weights())
 

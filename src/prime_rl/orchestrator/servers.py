@@ -87,6 +87,7 @@ class Health(NamedTuple):
     awaits_weights: bool = False
     exact: bool = False
     dtype: str = ""
+    arithmetic: str = ""
 
 
 async def read_health(client: InferenceClient) -> Health:
@@ -98,7 +99,7 @@ async def read_health(client: InferenceClient) -> Health:
         return Health()
     if not isinstance(fields, dict):
         return Health()
-    numerics = bool(fields.get("exact")), str(fields.get("dtype", ""))
+    numerics = bool(fields.get("exact")), str(fields.get("dtype", "")), str(fields.get("arithmetic", ""))
     return Health(fields.get("version"), bool(fields.get("awaits_weights")), *numerics)
 
 

@@ -118,7 +118,7 @@ class Backend:
 
     def compute_inputs(self, batch: TensorBatch) -> LossInputs:
         """Forward pass of a pack, without a pipeline; returns the loss inputs of the loss tokens."""
-        return self._compute(prepare_forward(batch, self.placement, self.mesh, share_prefixes=self.shares_prefixes))
+        return self._compute(self._lay_out(batch))
 
     def _compute(self, layout: ForwardInputs) -> LossInputs:
         pack = layout.pack
@@ -159,7 +159,11 @@ class Backend:
     def _prepare(self, micro: MicroBatch, num_tokens: int = 0) -> ForwardInputs:
         batch = pad_micro_batch(micro, self.mesh, self.placement.device, num_tokens)
         num_real = len(micro.input_ids) if micro.loss_count else 0
-        return prepare_forward(batch, self.placement, self.mesh, num_real, share_prefixes=self.shares_prefixes)
+        return self._lay_out(batch, num_real)
+
+    def _lay_out(self, batch: TensorBatch, num_real: int | None = None) -> ForwardInputs:
+        options = {"share_prefixes": self.shares_prefixes, "rounded": self.model.rounds_inputs}
+        return prepare_forward(batch, self.placement, self.mesh, num_real, **options)
 
     def _run_pipeline(
         self,
@@ -245,7 +249,8 @@ class Backend:
         is_plain = is_whole and all(p.requires_grad for p in self.model.parameters())
         dtype = str(self.placement.dtype).removeprefix("torch.")
         exact = self.placement.attn == "exact" and is_plain
-        return build_canary(step, prompts, logprobs, dtype, exact, noise, bool(self.model.config.num_experts))
+        routed, arithmetic = bool(self.model.config.num_experts), self.model.arithmetic
+        return build_canary(step, prompts, logprobs, dtype, exact, noise, routed, arithmetic)
 
     def _score_prompts(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of all but the first token of each prompt, computed as one pack."""

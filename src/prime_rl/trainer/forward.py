@@ -53,13 +53,18 @@ def prepare_forward(
     num_real: int | None = None,
     *,
     share_prefixes: bool = False,
+    rounded: bool = False,
 ) -> ForwardInputs:
-    """Select the tokens that this rank computes and their attention; tokens from `num_real` on are padding."""
+    """Select the tokens that this rank computes and their attention, which may be `rounded` (`PackedAttention`).
+
+    Tokens from `num_real` on are padding.
+    """
     num, device = len(batch.input_ids), placement.device
     real = None if num_real in (None, num) else torch.arange(num, device=device) < (num_real or 0)
     if mesh.cp.size == 1:
         tree = build_prefix_tree(batch.lengths, batch.shared) if share_prefixes and batch.shared is not None else None
-        attend: AttentionBackend = PackedAttention(batch.lengths, device, placement.attn, tree, placement.arithmetic)
+        how = (placement.attn, tree, placement.arithmetic)
+        attend: AttentionBackend = PackedAttention(batch.lengths, device, *how, rounded=rounded)
         if placement.arithmetic != placement.dtype:
             attend = RoundedAttention(attend, placement.dtype)
         if tree is None:
@@ -156,6 +161,7 @@ def compute_head(
         cap=model.config.logit_cap,
         part=part,
         support=None if support is None else support.select(padded),
+        rounded=model.rounds_inputs,
     )
     return logprobs[: len(rows)], entropy[: len(rows)]
 
@@ -169,7 +175,13 @@ def compute_table(
 ) -> Float[Tensor, "rows outcomes"]:
     """Log-probs of the tokens `ids` and of the remainder, or of all tokens, at `rows` of the hidden states."""
     padded = pad_rows(rows, MIN_TOKENS)
-    table = compute_head_table(hidden[padded], model.lm_head.weight, temperature[padded], _pad_ids(ids, padded))
+    table = compute_head_table(
+        hidden[padded],
+        model.lm_head.weight,
+        temperature[padded],
+        _pad_ids(ids, padded),
+        rounded=model.rounds_inputs,
+    )
     return table[: len(rows)]
 
 

@@ -76,6 +76,9 @@ def lora_delta(
 class LoraLinear(nn.Linear):
     """A frozen linear layer with a trainable adapter; parameter names follow PEFT."""
 
+    rounds_inputs = False
+    """As in `Linear`, for the frozen layer."""
+
     def __init__(self, base: nn.Linear, spec: LoraSpec) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
@@ -88,9 +91,8 @@ class LoraLinear(nn.Linear):
     def forward(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "tokens out"]:
         drops = self.dropout and self.training and torch.is_grad_enabled()  # no dropout in evaluation (no_grad)
         dropped = F.dropout(x, self.dropout) if drops else x
-        return linear(x, self.weight, self.bias) + lora_delta(
-            dropped, self.lora_A.weight, self.lora_B.weight, self.scale
-        )
+        base = linear(x, self.weight, self.bias, rounded=self.rounds_inputs)
+        return base + lora_delta(dropped, self.lora_A.weight, self.lora_B.weight, self.scale)
 
 
 def merge(

@@ -94,6 +94,8 @@ def load_model(
             module.exact = placement.attn == "exact"
     if config.lora is not None:
         add_lora(model, build_adapter_spec(config.lora), seed)
+    if placement.attn == "exact" and placement.arithmetic != placement.dtype:
+        model.round_inputs(placement.dtype)
     return model, model_dir
 
 

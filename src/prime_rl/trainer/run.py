@@ -194,7 +194,8 @@ def build_run(
         remove_unfinished(out.broadcasts)
         out.begin_attempt(process, first_step - 1)
     monitor = build_monitor(out.root, process, config) if rank == 0 else Monitor(out.root, process, silent=True)
-    perf = PerfCounter(backend.whole, place.device, place.arithmetic, backend.ranks.size, backend.num_threads)
+    arithmetic = place.dtype if backend.model.rounds_inputs else place.arithmetic
+    perf = PerfCounter(backend.whole, place.device, arithmetic, backend.ranks.size, backend.num_threads)
     model_files = read_model_files(backend.model_dir, tokenizer_dir, chat_template)
     run = TrainerRun(
         backend,

@@ -52,7 +52,7 @@ class Canary(msgspec.Struct, frozen=True):
 
     `exact`: computed with arithmetic that an exact engine reproduces bit for bit. `noise`: mean difference between two
     trainer computations with different batching and attention kernels. `routed`: mixture of experts, where rounding
-    may select another expert and so change single log-probs by any amount.
+    may select another expert and so change single log-probs by any amount. `arithmetic`: as `CausalLM.arithmetic`.
     """
 
     schema: int
@@ -62,6 +62,7 @@ class Canary(msgspec.Struct, frozen=True):
     exact: bool
     noise: float = 0.0
     routed: bool = False
+    arithmetic: str = ""
 
     @property
     def logprobs(self) -> list[list[float]]:
@@ -117,10 +118,11 @@ def build_canary(
     exact: bool,
     noise: float = 0.0,
     routed: bool = False,
+    arithmetic: str = "",
 ) -> Canary:
     """The canary of a version."""
     rows = [CanaryPrompt(list(p), list(row)) for p, row in zip(prompts, logprobs, strict=True)]
-    return Canary(SCHEMA, step, rows, dtype, exact, noise, routed)
+    return Canary(SCHEMA, step, rows, dtype, exact, noise, routed, arithmetic)
 
 
 def write_canary(directory: Path, canary: Canary) -> None:
@@ -148,12 +150,17 @@ class _SchemaVersion(msgspec.Struct):
 
 
 def compare_canary(
-    canary: Canary, logprobs: Sequence[Sequence[float] | None], *, exact: bool = False, dtype: str = ""
+    canary: Canary,
+    logprobs: Sequence[Sequence[float] | None],
+    *,
+    exact: bool = False,
+    dtype: str = "",
+    arithmetic: str = "",
 ) -> str | None:
     """Compare an engine's log-probs with the canary's; returns a description of the mismatch, or None.
 
     A None entry is a prompt that the engine did not score. An `exact` engine must reproduce an exact trainer's
-    log-probs bit for bit if it computes in the same dtype; for others see `Canary.limit`, `PEAK` and `LIKELY`.
+    log-probs bit for bit if it has the same dtype and arithmetic; for others see `Canary.limit`, `PEAK` and `LIKELY`.
     """
     distances: list[tuple[float, int, int]] = []
     for number, (mine, theirs) in enumerate(zip(logprobs, canary.logprobs, strict=True)):
@@ -172,7 +179,7 @@ def compare_canary(
         f"token {i + 1} of prompt {number + 1} has {scored[i]:.6f} in the engine and "
         f"{canary.logprobs[number][i]:.6f} in the trainer"
     )
-    if exact and canary.exact and dtype in ("", canary.dtype):
+    if exact and canary.exact and dtype in ("", canary.dtype) and arithmetic == canary.arithmetic:
         # NaN must fail as well, here and below
         return None if worst == 0 else f"log-probs of the canary differ in exact mode: {shown}"
     mean, limit = fmean(row[0] for row in distances), canary.limit(dtype)

@@ -837,6 +837,15 @@ ALWAYS void store_rounded(void *out, int64_t i, vec x) {
 #endif
 }
 
+/* x rounded to bf16, in fp32. */
+ALWAYS vec rounded_of(vec x) {
+#ifdef __AVX512BF16__
+  return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
+#else
+  return x;
+#endif
+}
+
 /* Round `size` numbers, a multiple of LANES, to bf16. */
 ALWAYS void round_row(const float *x, uint16_t *out, int64_t size) {
   for (int64_t i = 0; i < size; i += LANES) store_rounded(out, i, load(x + i));
@@ -1401,6 +1410,8 @@ int64_t enable_amx(int64_t wanted) {
 #endif
   return use_amx;
 }
+
+int64_t uses_amx(void) { return use_amx; }
 
 /* Configure the tiles of this thread for products of `rows` rows; other libraries configure them as well. */
 static void start_amx(int64_t rows, int format) {
@@ -2138,8 +2149,9 @@ static void differentiate_block(const Pair *pair, const float *grad, const float
     ROW(i, size) {
       vec d = load(grad + at + i);
       inner = fma_of(d, load(out + at + i), inner);
+      vec scaled = load(query + i) * scale;
       store(grads + r * size + i, d);
-      store(queries + r * size + i, load(query + i) * scale);
+      store(queries + r * size + i, a->dots ? rounded_of(scaled) : scaled);
     }
     deltas[r] = sum(inner);
   }

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rollouts.kernels import huge_pages, linear
+from rollouts.kernels import huge_pages, onednn
 from rollouts.kernels.build_cache import user_cache_dir
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -165,6 +165,7 @@ def library() -> ctypes.CDLL | None:
     loaded.packed_keys_size.argtypes, loaded.packed_keys_size.restype = [_I, _I], _I
     loaded.packed_inputs.argtypes, loaded.packed_inputs.restype = [_I, _I], _I
     loaded.enable_amx.argtypes, loaded.enable_amx.restype = [_I], _I
+    loaded.uses_amx.argtypes, loaded.uses_amx.restype = [], _I
     loaded.quantized_size.argtypes, loaded.quantized_size.restype = [_I, _I], _I
     loaded.backward_scratch_size.argtypes, loaded.backward_scratch_size.restype = [_P], _I
     loaded.run_scratch_size.argtypes, loaded.run_scratch_size.restype = [_P, _I], _I
@@ -454,6 +455,7 @@ def causal_attention_backward(
     log_sums: Float[Tensor, "seqs heads rows"],
     starts: Int[Tensor, " seqs"],
     window: int | None = None,
+    rounded: bool = False,
 ) -> tuple[Float[Tensor, "seqs rows heads dim"], Float[Tensor, "..."], Float[Tensor, "..."]]:
     """The gradients of q, k and v of `causal_attention`; memory linear in `keys` (FlashAttention, 2205.14135)."""
     kernels = library()
@@ -463,7 +465,7 @@ def causal_attention_backward(
     strides = (k.stride(0), k.stride(1), k.stride(2))
     q = _in_one_row(q)
     sizes = (seqs, rows, heads, kv_heads, keys, dim, q.stride(1), *strides, window or 0, block, 0, threads)
-    shape = CausalStruct(*sizes, 0, 0)
+    shape = CausalStruct(*sizes, rounded, 0)
     shape.scratch_size = kernels.backward_scratch_size(ctypes.addressof(shape))
     scratch = torch.empty(threads, shape.scratch_size)
     dq, dk, dv = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
@@ -553,6 +555,7 @@ class PackedWeight:
     Sums are blocked by `block` inputs, by default as in oneDNN. A `paired` weight (gate rows, then as many up rows)
     supports `gated`. With `rounded`, activations may be rounded to bf16 for a bf16 weight, which is twice as fast on
     CPUs with AVX512_BF16; the sum is then not blocked. `quantized` rounds an fp32 weight, and activations, to int8.
+    `memory`: a tensor in the weight's dtype that takes its place and is resized; by default memory of its own.
     """
 
     def __init__(
@@ -562,6 +565,7 @@ class PackedWeight:
         paired: bool = False,
         rounded: bool = False,
         quantized: bool = False,
+        memory: Tensor | None = None,
     ) -> None:
         kernels = library()
         assert kernels is not None and weight.dtype in (torch.float32, torch.bfloat16)
@@ -569,11 +573,11 @@ class PackedWeight:
         self.format, self.kind, self.dtype = INT8 if quantized else FP32, PAIRED if paired else ONE_BY_ONE, weight.dtype
         if weight.dtype == torch.bfloat16:
             self.format = DOTS if rounded and kernels.has_dots() else BF16
-        blocked = self.format in (FP32, BF16)
-        self.block = (block or find_block(self.inputs) or self.inputs) if blocked else self.inputs
+        self.block = block or find_block(self.inputs) or self.inputs
         width = kernels.packed_inputs(self.inputs, self.format)
         dtype = torch.int8 if quantized else weight.dtype
-        self.data = huge_pages.empty(kernels.packed_size(self.outputs, width, self.kind), dtype)
+        size = kernels.packed_size(self.outputs, width, self.kind)
+        self.data = huge_pages.empty(size, dtype) if memory is None else memory.resize_(size)
         self.update(weight)
         panel = kernels.packed_size(1, 1, ONE_BY_ONE)
         of_row = {DOTS: width // 2, INT8: kernels.quantized_size(self.inputs, 0) // 4}.get(self.format, 0)
@@ -640,6 +644,14 @@ def supports_rounded_queries(dim: int) -> bool:
     return kernels is not None and bool(kernels.has_dots()) and dim % (2 * LANES) == 0
 
 
+def name_bf16_instructions() -> str:
+    """The instructions that compute `rounded` products, by the name that Linux gives them: their bits differ."""
+    kernels = library()
+    if kernels is None or not kernels.has_dots():
+        return ""
+    return "amx_bf16" if kernels.uses_amx() else "avx512_bf16"
+
+
 @cache
 def has_bf16_products() -> bool:
     """Whether oneDNN's bf16 products are faster than those in fp32: measured 2 times with AVX512_BF16."""
@@ -664,7 +676,7 @@ def find_block(inputs: int) -> int | None:
     """
     draw = torch.Generator().manual_seed(inputs)
     x, weight = torch.randn(33, inputs, generator=draw), torch.randn(96, inputs, generator=draw)
-    expected = linear.packed_linear(x, linear.pack_weight(weight))
+    expected = onednn.packed_linear(x, onednn.pack_weight(weight))
     for block in (inputs, 1024, 768, 512, 384, 256, 192, 128, 64):
         if block <= inputs and torch.equal(PackedWeight(weight, block)(x), expected):
             return block

@@ -1,16 +1,12 @@
-"""Batch-invariant matrix products on a CPU with oneDNN.
+"""Linear layers with gradients. On a CPU the bits of a row do not depend on the batch.
 
-Measured for fp32 (torch 2.13, two kinds of CPU with AVX-512): 2.3 times the speed of `F.linear`, and a row has the same
-bits for every number of rows from `ONEDNN_MIN_ROWS` on (see `rollouts.training.numerics`), for one or two threads, for
-plain, packed and concatenated weights. `F.linear` itself needs 4 rows on one of the CPUs and, for long sums, 16 on the
-other.
-
-oneDNN compiles a kernel for every new shape (about 0.5 ms and 400 kB each) and torch caches the last thousand.
-`round_rows` limits the number of shapes, so that a server's memory stays flat and most products hit the cache.
+In fp32 they are products of oneDNN. `rounded` ones have both factors rounded to bf16 and are summed in fp32, by
+AVX512_BF16 or AMX (`cpu.PackedWeight`), as in an engine; their gradients are products of bf16 matrices.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -20,25 +16,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rollouts.training.numerics import ONEDNN_MIN_ROWS, pad_rows, round_up
+from rollouts.kernels import cpu
+from rollouts.kernels.onednn import multiply, packed_linear, prepare_weight, round_rows, uses_onednn
+from rollouts.training.numerics import pad_rows
 
 BACKWARD_ROWS = 64
 """Below this many rows oneDNN's copies of its operands cost more than it gains in the backward pass."""
-
-
-EXACT_SIZES = 16
-"""Up to here rows are not rounded."""
-
-GRAIN = 8
-"""Beyond that rows are rounded up to a multiple of this; of more from sixteen times this on."""
-
-
-def round_rows(rows: int) -> int:
-    """Round up to one of eight sizes per power of two; the padding is below 1/8."""
-    if rows <= EXACT_SIZES:
-        return rows
-    grain = max(1 << (rows.bit_length() - 4), GRAIN)
-    return round_up(rows, grain)
 
 
 class Linear(nn.Linear):
@@ -47,11 +30,13 @@ class Linear(nn.Linear):
     exact = True
     exact_backward = False
     """Whether the gradient of a row of inputs, too, has the same bits for any number of rows."""
+    rounds_inputs = False
+    """Whether it is `rounded`."""
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
         if not self.exact and (torch.compiler.is_compiling() or has_fast_mkl()):  # not traceable
             return F.linear(x, self.weight, self.bias)
-        return linear(x, self.weight, self.bias, self.exact_backward)
+        return linear(x, self.weight, self.bias, self.exact_backward, rounded=self.rounds_inputs)
 
 
 def linear(
@@ -59,15 +44,19 @@ def linear(
     weight: Float[Tensor, "outputs inputs"],
     bias: Tensor | None = None,
     exact_backward: bool = False,
+    *,
+    rounded: bool = False,
 ) -> Float[Tensor, "*rows outputs"]:
     """x weight^T + bias: oneDNN for fp32 on a CPU, else `F.linear` (which is batch-invariant for bf16).
 
-    `exact_backward`: the gradient of x is a oneDNN product for any number of rows.
+    `exact_backward`: the gradient of x is a oneDNN product for any number of rows. `rounded` (of fp32): see above.
     """
+    if rounded:
+        return cast(Tensor, _RoundedProduct.apply(x, weight, bias))  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling() or not uses_onednn(x):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return _product(x, weight, bias)
+        return multiply(x, weight, bias)
     return cast(Tensor, _Product.apply(x, weight, bias, exact_backward))  # type: ignore[no-untyped-call]
 
 
@@ -90,12 +79,6 @@ def multiply_wide(
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def uses_onednn(x: Tensor) -> bool:
-    """Whether oneDNN computes products of this tensor; `torch.backends.mkldnn.enabled = False` disables it."""
-    onednn = torch.backends.mkldnn
-    return x.device.type == "cpu" and x.dtype == torch.float32 and onednn.is_available() and bool(onednn.enabled)
-
-
 @cache
 def has_fast_mkl() -> bool:
     """Whether `torch.mm` uses MKL on an Intel CPU, where it is fastest and needs no transposed copies.
@@ -106,58 +89,58 @@ def has_fast_mkl() -> bool:
     return torch.backends.mkl.is_available() and cpus.is_file() and "GenuineIntel" in cpus.read_text()
 
 
-def pack_weight(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
-    """The weight in oneDNN's blocked layout, for `packed_linear`; repack it when it changes."""
-    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()))
+class _Workspace(threading.local):
+    """Memory of a thread for a packed weight, which is needed during one product only."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.bfloat16)
 
 
-@cache
-def plain_weights_are_exact() -> bool:
-    """Whether oneDNN computes the same bits with a plain weight as with a packed one; in torch 2.11 it does not."""
-    draw = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(4, 64, generator=draw), torch.randn(320, 64, generator=draw)
-    return torch.equal(packed_linear(x, weight), packed_linear(x, pack_weight(weight)))
+_workspace = _Workspace()
 
 
-def prepare_weight(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
-    """The weight as `packed_linear` takes it for a single product: packed only where the bits depend on it."""
-    return weight if plain_weights_are_exact() else pack_weight(weight)
-
-
-def packed_linear(x: Float[Tensor, "rows inputs"], packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The bits of `linear` for at least `ONEDNN_MIN_ROWS` rows, with a packed weight."""
-    rows = x.shape[0]
-    fits = rows <= EXACT_SIZES or (rows < 16 * GRAIN and rows % GRAIN == 0)  # `round_rows` inlined
-    whole = x if fits else pad_rows(x, round_rows(rows))
-    y = cast(Tensor, torch.ops.mkldnn._linear_pointwise(whole, packed, bias, "none", [], ""))
-    return y if whole is x else y[:rows]
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
-    if len(rows) == 1:  # duplicate the row
-        rows = rows.expand(ONEDNN_MIN_ROWS, -1)
-        return packed_linear(rows, prepare_weight(weight), bias)[:1].reshape(*x.shape[:-1], -1)
-    return packed_linear(rows, prepare_weight(weight), bias).view(*x.shape[:-1], -1)
+def multiply_rounded(
+    x: Float[Tensor, "*rows inputs"], weight: Float[Tensor, "outputs inputs"], bias: Tensor | None = None
+) -> Float[Tensor, "*rows outputs"]:
+    """x weight^T + bias of fp32 tensors, without gradients: the factors are rounded to bf16, the sums are in fp32."""
+    packed = cpu.PackedWeight(weight.bfloat16(), rounded=True, memory=_workspace.memory)
+    return packed(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
 
 def input_gradient(
-    grad: Float[Tensor, "rows outputs"], weight: Float[Tensor, "outputs inputs"], exact: bool = False
+    grad: Float[Tensor, "rows outputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    exact: bool = False,
+    *,
+    rounded: bool = False,
 ) -> Float[Tensor, "rows inputs"]:
     """grad weight: gradient of the inputs of `linear`. `exact`: a oneDNN product for any number of rows."""
+    if rounded:
+        return torch.mm(_narrow(grad), weight.bfloat16())[: len(grad)].to(grad.dtype)
     if not _differentiates_by_onednn(grad, exact):
         return torch.mm(grad, weight)
     return packed_linear(grad, prepare_weight(weight.t()))
 
 
 def weight_gradient(
-    grad: Float[Tensor, "rows outputs"], x: Float[Tensor, "rows inputs"], exact: bool = False
+    grad: Float[Tensor, "rows outputs"],
+    x: Float[Tensor, "rows inputs"],
+    exact: bool = False,
+    *,
+    rounded: bool = False,
 ) -> Float[Tensor, "outputs inputs"]:
     """grad^T x: gradient of the weight of `linear`."""
+    if rounded:
+        return torch.mm(_narrow(grad).t(), _narrow(x)).to(grad.dtype)
     if not _differentiates_by_onednn(grad, exact):
         return torch.mm(grad.t(), x)
     grad, x = (pad_rows(each, round_rows(len(each))) for each in (grad, x))  # zero rows add nothing to the sum
     return packed_linear(grad.t(), prepare_weight(x.t()))
+
+
+def _narrow(x: Float[Tensor, "rows size"]) -> Float[Tensor, "more_rows size"]:
+    """x in bf16, with zero rows up to one of few shapes, see `round_rows`."""
+    return pad_rows(x.bfloat16(), round_rows(len(x)))
 
 
 def _differentiates_by_onednn(grad: Tensor, exact: bool) -> bool:
@@ -165,13 +148,13 @@ def _differentiates_by_onednn(grad: Tensor, exact: bool) -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """`_product` with gradients; the backward pass uses oneDNN products as well."""
+    """`multiply` with gradients; the backward pass uses oneDNN products as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, exact_backward: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.exact_backward = exact_backward
-        return _product(x, weight, bias)
+        return multiply(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -182,3 +165,20 @@ class _Product(torch.autograd.Function):
         grad_x = input_gradient(flat, weight, exact).view_as(x) if ctx.needs_input_grad[0] else None
         grad_weight = weight_gradient(flat, rows, exact) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """`multiply_rounded` with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return multiply_rounded(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        flat, rows = grads[0].flatten(0, -2), x.flatten(0, -2)
+        of_x = input_gradient(flat, weight, rounded=True).view_as(x) if ctx.needs_input_grad[0] else None
+        of_weight = weight_gradient(flat, rows, rounded=True) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, flat.sum(0) if ctx.needs_input_grad[2] else None

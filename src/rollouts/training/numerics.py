@@ -31,7 +31,7 @@ MIN_RANK = 4
 """Minimum rank of a LoRA product: GEMM also chooses its kernel by the number of outputs."""
 
 ONEDNN_MIN_ROWS = 2
-"""Minimum rows of a oneDNN product, measured on two kinds of CPU (see `rollouts.kernels.linear`)."""
+"""Minimum rows of a oneDNN product, measured on two kinds of CPU (see `rollouts.kernels.onednn`)."""
 
 KEY_MULTIPLE = 16
 """Keys are padded to a multiple of the vector width; otherwise the summation order in softmax depends on padding."""

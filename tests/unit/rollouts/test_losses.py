@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollouts.kernels.linear import plain_weights_are_exact
 from rollouts.kernels.log_softmax import log_softmax
+from rollouts.kernels.onednn import plain_weights_are_exact
 from rollouts.training.objectives import PRESETS, Objective
 from rollouts.training.rl_losses import (
     LossInputs,

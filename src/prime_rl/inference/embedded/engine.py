@@ -99,6 +99,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         self.model = model.eval().requires_grad_(False)
         self.version = 0
         self.exact = exact
+        """Whether log-probs are bitwise equal to those of a trainer with the same `arithmetic`."""
         self.max_model_len = max_model_len or model.config.max_position_embeddings
         self._eos_ids = frozenset(eos_ids)
         self._decode_text = decode
@@ -109,7 +110,7 @@ class EmbeddedEngine(InProcessEngineMixin):
             raise ValueError(
                 f'model.quantization = "{quantization}" needs a dense decoder with impl = "custom" and a C compiler'
             )
-        self._decoder = decoder
+        self._decoder, self.arithmetic = decoder, model.arithmetic
         smallest = (num_blocks(self.max_model_len + 1) + decoder.min_rows) * BLOCK  # of one sequence
         self.max_cache_tokens = max(max_cache_tokens or self._default_cache_tokens(max_running), smallest)
         records = recorder is not None and decoder.is_static

@@ -1,8 +1,8 @@
 """A decode step as one fused CPU kernel (`rollouts/kernels/cpu.c`): embedding, layers with adapters, cache, and head.
 
-It computes in fp32; weights and cache may be bf16, and in fast mode also the inputs of products; or both int8. In fp32
-its log-probs are bitwise equal to the trainer's (verified by `find_block`): products use oneDNN's summation order, and
-all other operations call the trainer's functions.
+It computes in fp32; weights and cache may be bf16, and then also the inputs of products (`CausalLM.round_inputs`); or
+both int8. In fp32 and bf16 its log-probs are bitwise equal to the trainer's: products in fp32 use oneDNN's summation
+order (verified by `find_block`), and all other operations call the trainer's functions.
 """
 
 from __future__ import annotations
@@ -65,11 +65,9 @@ class FusedDecoder:
         qkv, out, gated, down = layers[0].products
         self.scratch = [max(each) for each in zip(*(p.scratch for p in (qkv, out, gated, down, head)), strict=True)]
         narrow = weight.dtype == torch.bfloat16
-        rounds = narrow and qkv.format in (cpu_kernels.DOTS, cpu_kernels.INT8)
-        self.rounds_queries = rounds and cpu_kernels.supports_rounded_queries(config.head_dim)
         self.shape = cpu_kernels.ShapeStruct(
             *(len(layers), config.hidden_size, heads, kv_heads, config.head_dim, config.intermediate_size),
-            *(config.vocab_size, qkv.block, out.block, down.block, narrow, self.rounds_queries, qkv.format),
+            *(config.vocab_size, qkv.block, out.block, down.block, narrow, model.rounds_inputs, qkv.format),
         )
         self._logits, self.memory = torch.empty(0, self.vocab), torch.empty(0)
 

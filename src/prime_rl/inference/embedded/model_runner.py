@@ -121,7 +121,7 @@ class EagerDecode(DecodeBackend):
 
 
 class GatheredDecode(DecodeBackend):
-    """One step by torch operations that gather its pages, for adapters that the fused kernel cannot apply."""
+    """One step with adapters that the fused kernel cannot apply, by torch operations and the attention of chunks."""
 
     def __init__(
         self, decoder: PreparedDecoder, cache: KVCache, metadata: AttentionMetadata, changes: LoraRouting | None
@@ -142,8 +142,10 @@ def build_gathered(
     """The attention of a forward pass, which rounds queries as the fused decode step does."""
     if (kernels := decoder.prefill_kernels) is not None:
         return FlashPrefill(cache, metadata, kernels)
-    rounds = decoder.fused is not None and decoder.fused.rounds_queries
-    return GatheredAttention(cache, metadata, decoder.model.config.num_attention_heads, decoder.min_rows, rounds)
+    model = decoder.model
+    return GatheredAttention(
+        cache, metadata, model.config.num_attention_heads, decoder.min_rows, rounded=model.rounds_inputs
+    )
 
 
 class ModelRunner:
@@ -312,7 +314,7 @@ class ModelRunner:
                 return graph
         if decoder.fused is not None and (changes is None or changes.batch is not None):
             return FusedDecode(decoder.fused, cache, metadata, None if changes is None else changes.batch)
-        if not self._blocks.is_contiguous:
+        if not self._blocks.is_contiguous or decoder.model.rounds_inputs:
             return GatheredDecode(decoder, cache, metadata, changes)
         return EagerDecode(decoder, DecodeAttention(cache, metadata, self._num_heads, self._exact), changes)
 

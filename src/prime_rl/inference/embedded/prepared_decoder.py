@@ -34,7 +34,8 @@ from prime_rl.trainer.models.causal_lm import (
 )
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.cpu import arithmetic_dtype
-from rollouts.kernels.linear import multiply_wide, pack_weight, packed_linear, uses_onednn, widens
+from rollouts.kernels.linear import multiply_wide, widens
+from rollouts.kernels.onednn import pack_weight, packed_linear, uses_onednn
 from rollouts.kernels.select import find_kernels, gpu_kernels
 from rollouts.training.numerics import ONEDNN_MIN_ROWS, min_rows, repeat_last
 from rollouts.training.tensor_files import copy_tensor
@@ -360,6 +361,8 @@ class PreparedDecoder:
                 module.to(self.arithmetic)
         else:
             model.to(self.arithmetic)
+        model.round_inputs(dtype)
+        exact_sums = exact and not model.rounds_inputs  # rounded products have an order of sums of their own
         weight = model.embedding()
         self.min_rows = min_forward_rows(weight) if exact or weight.is_cpu else 1
         self.fuse = fuses_norms(weight, exact)
@@ -375,12 +378,12 @@ class PreparedDecoder:
         if type(model).logits is not CausalLM.logits:
             return
         weight_dtype = weight_dtype or dtype
-        self.head = PackedLinear(["lm_head"], [model.lm_head], exact, weight_dtype)
+        self.head = PackedLinear(["lm_head"], [model.lm_head], exact_sums, weight_dtype)
         if self.uses_model_forward:
             return
         for layer in model.model.layers:
             layer.to(self.arithmetic)
-            self.layers.append(PreparedLayer(cast(DecoderLayer, layer), exact, weight_dtype))
+            self.layers.append(PreparedLayer(cast(DecoderLayer, layer), exact_sums, weight_dtype))
             if releases:
                 for product in self.layers[-1].products:
                     product.release(dtype)

@@ -201,7 +201,8 @@ class PackedAttention:
 
     Sequences of similar length are computed as padded rows, so tokens cannot attend to other sequences. In exact mode
     results do not depend on the buckets. With `tree` (not for flash), inputs and outputs are its nodes: a sequence
-    has its own tokens as queries and all of its tokens as keys. `dtype` is that of the queries.
+    has its own tokens as queries and all of its tokens as keys. `dtype` is that of the queries. `rounded`: exact
+    attention with queries rounded to bf16, as keys and values are already (`CausalLM.rounds_inputs`).
     """
 
     def __init__(
@@ -211,10 +212,12 @@ class PackedAttention:
         mode: AttentionMode = "exact",
         tree: PrefixTree | None = None,
         dtype: torch.dtype = torch.float32,
+        *,
+        rounded: bool = False,
     ) -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"a pack needs sequences of at least one token, got lengths {lengths}")
-        self.mode, self.lengths = mode, lengths
+        self.mode, self.lengths, self.rounded = mode, lengths, rounded
         self.longest = max(lengths)
         if mode == "flash":
             self.pack = FlashPack(lengths, device)
@@ -256,7 +259,7 @@ class PackedAttention:
         for bucket in self.buckets:
             rows = take(q, bucket.queries), take(k, bucket.keys), take(v, bucket.keys)
             if self.mode == "exact" or is_faster_by_kernel(q):
-                out = exact_causal_attention(*rows, bucket.starts, window)
+                out = exact_causal_attention(*rows, bucket.starts, window, rounded=self.rounded)
             else:
                 out = sdpa_causal_attention(*rows, bucket.starts, window, bucket.mask)
             outs.append(out.flatten(0, 1))
@@ -306,18 +309,22 @@ def exact_causal_attention(
     v: Float[Tensor, "seqs width kv_heads dim"],
     starts: Int[Tensor, " seqs"] | None = None,
     window: int | None = None,
+    *,
+    rounded: bool = False,
 ) -> Float[Tensor, "seqs rows heads dim"]:
     """Causal `masked_attention` over query blocks that skip later keys; the CPU kernel has the same bits.
 
-    Row r of sequence s is at position `starts[s] + r`, at most width - rows + r; None: at r.
+    Row r of sequence s is at position `starts[s] + r`, at most width - rows + r; None: at r. `rounded`: queries are
+    rounded to bf16, as keys and values are already; only the kernel computes this.
     """
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        return exact_causal_attention(q.float(), k.float(), v.float(), starts, window).bfloat16()
+        return exact_causal_attention(q.float(), k.float(), v.float(), starts, window, rounded=rounded).bfloat16()
     if torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
-        out: Tensor = ExactCausalAttention.apply(q, k, v, starts, window)  # type: ignore[no-untyped-call]
+        out: Tensor = ExactCausalAttention.apply(q, k, v, starts, window, rounded)  # type: ignore[no-untyped-call]
         return out
     if runs_kernel(q, k, v):
-        return cpu_kernels.causal_attention(q, k, v, zeros_if_none(starts, len(q)), window)[0]
+        return cpu_kernels.causal_attention(q, k, v, zeros_if_none(starts, len(q)), window, rounded)[0]
+    assert not rounded, "see `CausalLM.round_inputs`"
     return torch_causal_attention(q, k, v, starts, window)
 
 
@@ -384,15 +391,18 @@ class ExactCausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None, rounded: bool
+    ) -> Tensor:
         """See `exact_causal_attention`."""
         seqs, _, heads, _ = q.shape
         kv_heads = k.shape[2]
-        ctx.starts, ctx.window = starts, window
+        ctx.starts, ctx.window, ctx.rounded = starts, window, rounded
         if runs_kernel(q, k, v):
-            out, log_sum = cpu_kernels.causal_attention(q, k, v, zeros_if_none(starts, seqs), window)
+            out, log_sum = cpu_kernels.causal_attention(q, k, v, zeros_if_none(starts, seqs), window, rounded)
             ctx.save_for_backward(q, k, v, out, log_sum)
             return out
+        assert not rounded, "see `CausalLM.round_inputs`"
         outs, log_sums = [], []
         for start, end, queries, keys, values, mask in query_blocks(q, k, v, starts, window):
             scores = masked_scores(queries, keys, mask)
@@ -411,13 +421,13 @@ class ExactCausalAttention(torch.autograd.Function):
         q, k, v, out, log_sum = ctx.saved_tensors
         if runs_kernel(q, k, v) and cpu_kernels.runs_here(grad_outputs[0]):
             starts = zeros_if_none(ctx.starts, len(q))
-            grads = cpu_kernels.causal_attention_backward(grad_outputs[0], q, k, v, out, log_sum, starts, ctx.window)
-            return *grads, None, None
+            saved = (q, k, v, out, log_sum, starts, ctx.window, ctx.rounded)
+            return *cpu_kernels.causal_attention_backward(grad_outputs[0], *saved), None, None, None
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_outputs[0], q, k, v, out))
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         mask = build_mask(q, k, ctx.starts, ctx.window)
         grads = kernel(grad, q, k, v, out, log_sum, 0.0, mask is None, attn_mask=mask)
-        return *(g.transpose(1, 2) for g in grads), None, None
+        return *(g.transpose(1, 2) for g in grads), None, None, None
 
 
 def build_mask(

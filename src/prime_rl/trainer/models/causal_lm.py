@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from prime_rl.trainer.models.attention import AttentionBackend, count_positions
+from prime_rl.trainer.models.attention import AttentionBackend, count_positions, has_kernel_bits
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.moe import SparseMLP, split_experts
+from rollouts.kernels.cpu import name_bf16_instructions, supports_rounded_queries
 from rollouts.kernels.linear import Linear
 from rollouts.kernels.select import Kernels, find_kernels
 from rollouts.training.tensor_files import copy_tensor
@@ -259,6 +260,8 @@ class CausalLM(nn.Module):
     """Whether the model runs on whole sequences only, so that an engine cannot cache keys."""
     layer_class: ClassVar[type[nn.Module]] = DecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    rounds_inputs = False
+    """Whether exact mode rounds the inputs of products to bf16; see `round_inputs`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -312,6 +315,27 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         return self.lm_head(hidden)
+
+    def round_inputs(self, dtype: torch.dtype) -> None:
+        """Choose the arithmetic of exact mode for weights in `dtype`, which may be stored in fp32.
+
+        With bf16 instructions (AVX512_BF16, AMX), dense models in bf16 round the inputs of products to bf16, those of
+        attention included; sums and all other operations are in fp32. Engine and trainer call the same kernels, so both
+        have the same bits.
+        """
+        is_dense = type(self) is CausalLM and not self.config.num_experts and self.config.logit_cap is None
+        is_narrow = dtype == torch.bfloat16 and self.embedding().is_cpu
+        dim = self.config.head_dim
+        rounds = is_dense and is_narrow and supports_rounded_queries(dim) and has_kernel_bits(dim)
+        layer: Any
+        for layer in self.modules():
+            if hasattr(type(layer), "rounds_inputs"):
+                layer.rounds_inputs = rounds
+
+    @property
+    def arithmetic(self) -> str:
+        """The instructions on which the bits of exact mode depend; empty: sums are in fp32, the same on many CPUs."""
+        return name_bf16_instructions() if self.rounds_inputs else ""
 
     def embedding(self) -> Tensor:
         """The token embedding matrix; its device and dtype are those of the model, unless an engine owns that."""

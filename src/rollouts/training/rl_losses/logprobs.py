@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rollouts.kernels.linear import input_gradient, linear, multiply_wide, weight_gradient, widens
+from rollouts.kernels.linear import input_gradient, linear, multiply_rounded, multiply_wide, weight_gradient, widens
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.kernels.select import HeadKernels, find_head_kernels
 from rollouts.training.numerics import count_chunks
@@ -89,6 +89,8 @@ def compute_head_logprobs(
     cap: float | None = None,
     part: VocabPart | None = None,
     support: Support | None = None,
+    *,
+    rounded: bool = False,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """`compute_logprobs` of `hidden @ weight.T`, both results with gradients, in bounded memory.
 
@@ -97,14 +99,15 @@ def compute_head_logprobs(
     on a CPU, or without kernels the log-probs of up to MAX_SAVED_CHUNKS chunks in fp32; of more the backward recomputes
     the logits. On a CPU the bits do not depend on the number of chunks. If `weight` is a `part` of the head, all ranks
     of its group pass the same tokens and get the same results; the gradient of `hidden` is summed over the group.
+    `rounded`: products are those of `rollouts.kernels.linear`.
     """
     kernels = find_head_kernels(hidden, weight) if cap is None and part is None and support is None else None
     if kernels is not None:
         default = FUSED_LOGITS_PER_CHUNK if hidden.is_cuda else CPU_LOGITS_BYTES // hidden.itemsize
         size = logits_per_chunk or default
-        return _FusedHeadLogprobs.apply(hidden, weight, labels, temperature, size, kernels)  # type: ignore[no-untyped-call]
+        return _FusedHeadLogprobs.apply(hidden, weight, labels, temperature, size, kernels, rounded)  # type: ignore[no-untyped-call]
     size = logits_per_chunk or _default_chunk(hidden)
-    return _HeadLogprobs.apply(hidden, weight, labels, temperature, size, cap, part, support)  # type: ignore[no-untyped-call]
+    return _HeadLogprobs.apply(hidden, weight, labels, temperature, size, cap, part, support, rounded)  # type: ignore[no-untyped-call]
 
 
 def compute_head_table(
@@ -113,11 +116,13 @@ def compute_head_table(
     temperature: Float[Tensor, " tokens"],
     ids: Int[Tensor, "tokens k"] | None = None,
     logits_per_chunk: int | None = None,
+    *,
+    rounded: bool = False,
 ) -> Float[Tensor, "tokens outcomes"]:
     """Log-probs of `hidden @ weight.T` over the vocabulary, with a gradient; in chunks, recomputed for the backward.
 
     With `ids`, over k + 1 outcomes: these tokens, then the sum of all others. The ids of a token must be distinct and
-    fewer than the vocabulary.
+    fewer than the vocabulary. `rounded` as for `compute_head_logprobs`.
     """
     if ids is not None and ids.shape[-1] >= weight.shape[0]:
         raise ValueError(f"{ids.shape[-1]} outcomes of {weight.shape[0]} tokens leave no others: omit ids")
@@ -125,16 +130,16 @@ def compute_head_table(
     rows = zip(*(x.tensor_split(num) for x in (hidden, temperature)), strict=True)
     chosen = [None] * num if ids is None else ids.tensor_split(num)
     parts = [
-        _table(h, weight, t, i)
+        _table(h, weight, t, i, rounded)
         if num == 1
-        else checkpoint(_table, h, weight, t, i, use_reentrant=False, preserve_rng_state=False)
+        else checkpoint(_table, h, weight, t, i, rounded, use_reentrant=False, preserve_rng_state=False)
         for (h, t), i in zip(rows, chosen, strict=True)
     ]
     return torch.cat(parts)
 
 
-def _table(hidden: Tensor, weight: Tensor, temperature: Tensor, ids: Tensor | None) -> Tensor:
-    table = _log_softmax(linear(hidden, weight), temperature)
+def _table(hidden: Tensor, weight: Tensor, temperature: Tensor, ids: Tensor | None, rounded: bool) -> Tensor:
+    table = _log_softmax(linear(hidden, weight, rounded=rounded), temperature)
     if ids is None:
         return table
     # log(1 - sum) would lose all precision where the others have little mass.
@@ -159,8 +164,10 @@ def compute_entropy(logits: Float[Tensor, "batch seq vocab"]) -> Float[Tensor, "
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
-def _multiply(hidden: Tensor, weight: Tensor) -> Tensor:
+def _multiply(hidden: Tensor, weight: Tensor, rounded: bool) -> Tensor:
     """Logits, on a GPU in fp32 at least."""
+    if rounded:
+        return multiply_rounded(hidden, weight)
     return multiply_wide(hidden, weight) if widens(hidden) else linear(hidden, weight)
 
 
@@ -226,9 +233,10 @@ class _HeadLogprobs(torch.autograd.Function):
         cap: float | None,
         part: VocabPart | None,
         support: Support | None,
+        rounded: bool,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, vocab = len(labels), weight.shape[0] if part is None else part.widest
-        ctx.part, ctx.support = part, support
+        ctx.part, ctx.support, ctx.rounded = part, support, rounded
         ctx.num_chunks = count_chunks(num_tokens, vocab, logits_per_chunk)
         ctx.set_materialize_grads(False)
         ctx.cap = cap
@@ -237,7 +245,7 @@ class _HeadLogprobs(torch.autograd.Function):
         tables: list[Tensor] = []
         supports = _split_support(support, ctx.num_chunks)
         for (h, y, t), chosen in zip(_chunks(ctx.num_chunks, hidden, labels, temperature), supports, strict=True):
-            table = _log_softmax(_multiply(h, weight), t, cap, part, chosen)
+            table = _log_softmax(_multiply(h, weight, rounded), t, cap, part, chosen)
             tables += [table] if keeps else []
             logprobs.append(_of_label(table, y, part))
             own = -table.exp().mul_(table).sum(-1)
@@ -251,7 +259,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, labels, temperature, entropy, *tables = ctx.saved_tensors
         of_logprob, of_entropy = grads
         if of_logprob is None and of_entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         part: VocabPart | None = ctx.part
         of_logprob = torch.zeros_like(entropy) if of_logprob is None else of_logprob
 
@@ -260,7 +268,7 @@ class _HeadLogprobs(torch.autograd.Function):
             chunks = _chunks(ctx.num_chunks, hidden, labels, temperature, entropy, of_logprob, of_entropy)
             supports = _split_support(ctx.support, ctx.num_chunks)
             for i, ((h, y, t, e, g, entropy_grad), chosen) in enumerate(zip(chunks, supports, strict=True)):
-                logits = None if tables else _multiply(h, weight)
+                logits = None if tables else _multiply(h, weight, ctx.rounded)
                 table = tables[i] if logits is None else _log_softmax(logits, t, ctx.cap, part, chosen)
                 g = g / t
                 scale = -g[:, None]
@@ -276,10 +284,12 @@ class _HeadLogprobs(torch.autograd.Function):
                 of_logits = of_logits.to(hidden.dtype)
                 yield of_logits
 
-        grad_hidden, grad_weight = _propagate(differentiate(), hidden, weight, ctx.needs_input_grad, bool(tables))
+        grad_hidden, grad_weight = _propagate(
+            differentiate(), hidden, weight, ctx.needs_input_grad, bool(tables), ctx.rounded
+        )
         if grad_hidden is not None and part is not None:
             part.sum(grad_hidden)
-        return grad_hidden, grad_weight, *(None,) * 6
+        return grad_hidden, grad_weight, *(None,) * 7
 
 
 class _FusedHeadLogprobs(torch.autograd.Function):
@@ -297,13 +307,14 @@ class _FusedHeadLogprobs(torch.autograd.Function):
         temperature: Tensor,
         logits_per_chunk: int,
         kernels: HeadKernels,
+        rounded: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.num_chunks = count_chunks(len(labels), weight.shape[0], logits_per_chunk)
-        ctx.kernels = kernels
+        ctx.kernels, ctx.rounded = kernels, rounded
         ctx.set_materialize_grads(False)
         results = []
         for h, y, t in _chunks(ctx.num_chunks, hidden, labels, temperature):
-            logits = _multiply(h, weight)
+            logits = _multiply(h, weight, rounded)
             results.append(kernels.head_forward(logits, y, t))
             ctx.logits = logits if hidden.is_cpu and ctx.num_chunks == 1 else None
         logprobs, entropy, norms = (torch.cat(chunks) for chunks in zip(*results, strict=True))
@@ -316,18 +327,19 @@ class _FusedHeadLogprobs(torch.autograd.Function):
         hidden, weight, labels, temperature, norms, entropy = ctx.saved_tensors
         of_logprob, of_entropy = grads
         if of_logprob is None and of_entropy is None:
-            return (None,) * 6
+            return (None,) * 7
         of_logprob = torch.zeros_like(entropy) if of_logprob is None else of_logprob
         kept, ctx.logits = ctx.logits, None  # overwritten: a second backward pass computes them again
+        rounded, is_whole = ctx.rounded, ctx.num_chunks == 1
         of_logits = (
-            ctx.kernels.head_backward(_multiply(h, weight) if kept is None else kept, *rest, hidden.dtype)
+            ctx.kernels.head_backward(_multiply(h, weight, rounded) if kept is None else kept, *rest, hidden.dtype)
             for h, *rest in _chunks(ctx.num_chunks, hidden, labels, temperature, norms, entropy, of_logprob, of_entropy)
         )
-        return *_propagate(of_logits, hidden, weight, ctx.needs_input_grad, ctx.num_chunks == 1), *(None,) * 4
+        return *_propagate(of_logits, hidden, weight, ctx.needs_input_grad, is_whole, rounded), *(None,) * 5
 
 
 def _propagate(
-    of_logits: Iterable[Tensor], hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], joins: bool
+    of_logits: Iterable[Tensor], hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], joins: bool, rounded: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden states and weight, if needed, from those of the logits in chunks.
 
@@ -342,16 +354,16 @@ def _propagate(
     for chunk in of_logits:
         rows = slice(done, done + len(chunk))
         if grad_hidden is not None:
-            grad_hidden[rows] = input_gradient(chunk, weight.to(hidden.dtype))
+            grad_hidden[rows] = input_gradient(chunk, weight.to(hidden.dtype), rounded=rounded)
         if needs[1] and joins:
             kept.append(chunk)
         elif needs[1]:
-            share = weight_gradient(chunk, hidden[rows])
+            share = weight_gradient(chunk, hidden[rows], rounded=rounded)
             grad_weight = share.to(wide) if grad_weight is None else grad_weight.add_(share)
         done = rows.stop
         del chunk  # else it would stay in memory while the next one is computed
     if kept:
-        grad_weight = weight_gradient(torch.cat(kept) if len(kept) > 1 else kept[0], hidden)
+        grad_weight = weight_gradient(torch.cat(kept) if len(kept) > 1 else kept[0], hidden, rounded=rounded)
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 

@@ -50,6 +50,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_nam
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.weights import digest_tensor
+from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.sampling import sample_tokens, uniform
 
@@ -75,10 +76,12 @@ def trainer_logprobs(
     model: CausalLM, tokens: list[int], temperature: float, kept: torch.dtype = torch.float32
 ) -> Tensor:
     """What the trainer computes for every next token: [tokens, vocab]; keys and values are `kept` in some format."""
-    attend = RoundedAttention(PackedAttention([len(tokens)]), kept)
+    model.round_inputs(kept)
+    attend = RoundedAttention(PackedAttention([len(tokens)], rounded=model.rounds_inputs), kept)
     with torch.no_grad():
         hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
-        return log_softmax(model.logits(hidden).float() / torch.full((len(tokens), 1), temperature))
+        logits = linear(hidden, model.lm_head.weight, rounded=model.rounds_inputs)
+        return log_softmax(logits.float() / torch.full((len(tokens), 1), temperature))
 
 
 def request(prompt: list[int], **params: Any) -> GenerationRequest:

@@ -221,14 +221,15 @@ async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
 async def test_canary_of_a_current_server_has_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run, and a check during an update: nothing is loaded, so only /health names the dtype."""
     fleet, compared = Fleet(tmp_path, 1, None), []
-    fleet.servers[0].numerics = {"exact": False, "dtype": "int8"}
+    numerics = {"exact": True, "dtype": "bfloat16", "arithmetic": "amx_bf16"}
+    fleet.servers[0].numerics = numerics
 
     async def record(path: Path, engine: Any, answer: dict[str, Any]) -> None:
         compared.append(answer)
 
     monkeypatch.setattr(fleet.server_pool.canary, "check_restarted", record)
     await fleet.server_pool.start()
-    assert compared == [{"exact": False, "dtype": "int8"}] and not fleet.servers[0].loads
+    assert compared == [numerics] and not fleet.servers[0].loads
 
 
 @pytest.mark.anyio

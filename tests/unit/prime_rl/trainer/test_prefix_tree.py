@@ -158,12 +158,13 @@ def test_shared_gradient_is_that_of_single_samples(tmp_path: Path, settings: dic
     if "lora" in settings:
         for name, parameter in backend.parameters.items():
             torch.nn.init.normal_(parameter.data, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    limit = 5e-3 if backend.model.rounds_inputs else 1e-6  # gradients of its products are rounded to bf16
     expected = find_gradient(backend, pack(samples, share=False))
-    assert relative_error(find_gradient(backend, pack(samples, share=True)), expected) < 1e-6
+    assert relative_error(find_gradient(backend, pack(samples, share=True)), expected) < limit
     cut = [micro for rank in pack_samples(samples, 250, 2, share_prefixes=True) for micro in rank]
     assert len(cut) > 1 and any(micro.shared for micro in cut), "each part of the tree shares its own beginnings"
-    assert relative_error(find_gradient(backend, cut), expected) < 1e-6
-    assert 0 < relative_error(find_gradient(backend, pack(samples, share=False, rows=1)), expected) < 1e-6
+    assert relative_error(find_gradient(backend, cut), expected) < limit
+    assert 0 < relative_error(find_gradient(backend, pack(samples, share=False, rows=1)), expected) < limit
 
 
 def test_values_of_a_critic_have_the_same_bits(tmp_path: Path) -> None:

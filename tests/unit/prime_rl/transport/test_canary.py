@@ -202,6 +202,11 @@ def test_rounding_differences_are_allowed() -> None:
     narrow = msgspec.structs.replace(canary, dtype="bfloat16", exact=False)
     assert compare_canary(narrow, moved(0.04)) is None
     assert "0.05 is allowed" in str(compare_canary(narrow, moved(0.06)))
+    rounded = msgspec.structs.replace(narrow, exact=True, arithmetic="amx_bf16")
+    same = {"exact": True, "dtype": "bfloat16", "arithmetic": "amx_bf16"}
+    assert "exact mode" in str(compare_canary(rounded, moved(1e-9), **same))
+    for other in ("avx512_bf16", ""):
+        assert compare_canary(rounded, moved(0.04), **same | {"arithmetic": other}) is None, "other bits on that CPU"
 
 
 def test_one_distant_log_prob_is_a_mismatch() -> None:

@@ -243,7 +243,7 @@ def test_decode_steps_and_prefill_agree_on_this_cpu(head_dim: int) -> None:
     Products round their inputs to bf16, which shows one of 65,536 differences of a last bit: so many tokens and layers.
     """
     engine = EmbeddedEngine(build(head_dim, 6), exact=False, max_model_len=512, enable_prefix_caching=False)
-    assert engine._decoder.fused is not None and engine._decoder.fused.rounds_queries
+    assert engine._decoder.fused is not None and engine.model.rounds_inputs
     prompts = [draw_prompt(length) for length in (3, 40, 130, 300)]
     requests = [GenerationRequest(prompts[i // 2], SamplingParams(max_tokens=150, seed=i)) for i in range(8)]
     for output in generate(engine, *requests):

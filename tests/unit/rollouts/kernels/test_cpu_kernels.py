@@ -404,10 +404,11 @@ def generate(engine: EmbeddedEngine, num: int, new: int = 24, longest: int = 150
 def trainer_logprobs(model: CausalLM, output: Output, dtype: torch.dtype = torch.float32) -> Tensor:
     """Log-probs of the completion by the trainer's forward pass, computed in fp32 for every storage dtype."""
     tokens, start = torch.tensor([*output.request.prompt, *output.token_ids]), len(output.request.prompt)
-    attend = RoundedAttention(PackedAttention([len(tokens)]), dtype)
+    model.float().round_inputs(dtype)
+    attend = RoundedAttention(PackedAttention([len(tokens)], rounded=model.rounds_inputs), dtype)
     with torch.no_grad():
-        hidden = model.float()(tokens, torch.arange(len(tokens)), attend)[start - 1 : -1]
-        logits = linear(hidden, model.lm_head.weight).float()
+        hidden = model(tokens, torch.arange(len(tokens)), attend)[start - 1 : -1]
+        logits = linear(hidden, model.lm_head.weight, rounded=model.rounds_inputs).float()
         return log_softmax(logits).gather(1, tokens[start:, None]).squeeze(1)
 
 

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
 from rollouts.kernels import linear as module
-from rollouts.kernels.linear import Linear, linear, pack_weight, packed_linear, round_rows, uses_onednn
+from rollouts.kernels import onednn
+from rollouts.kernels.linear import Linear, linear
+from rollouts.kernels.onednn import pack_weight, packed_linear, round_rows, uses_onednn
 
 
 def backward_products(x: torch.Tensor, weight: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
@@ -56,9 +58,9 @@ def test_weights_can_be_packed_for_a_single_product(monkeypatch: pytest.MonkeyPa
         packed_shapes.append(tuple(weight.shape))
         return pack_weight(weight)
 
-    monkeypatch.setattr(module, "pack_weight", pack)
+    monkeypatch.setattr(onednn, "pack_weight", pack)
     for is_exact in (True, False):
-        monkeypatch.setattr(module, "plain_weights_are_exact", lambda is_exact=is_exact: is_exact)
+        monkeypatch.setattr(onednn, "plain_weights_are_exact", lambda is_exact=is_exact: is_exact)
         found.append(
             [linear(x, weight), linear(x[:1], weight), *(f(grad, y, True) for f, y in backward_products(x, weight))]
         )
