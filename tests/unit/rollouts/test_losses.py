@@ -13,6 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollouts.kernels.cpu import name_bf16_instructions
+from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.kernels.onednn import plain_weights_are_exact
 from rollouts.training.objectives import PRESETS, Objective
@@ -231,6 +233,25 @@ def test_head_gradcheck_of_log_probs_and_entropies(per_chunk: int) -> None:
     only = torch.autograd.grad(head(hidden, weight)[0].sum(), weight)[0]
     plain = compute_logprobs(hidden @ weight.T, labels, temperature)[0]
     assert torch.allclose(only, torch.autograd.grad(plain.sum(), weight)[0], atol=1e-12)
+
+
+@pytest.mark.skipif(not name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
+@pytest.mark.parametrize("capped", [False, True])
+def test_head_with_rounded_products(capped: bool) -> None:
+    """The bits of a rounded layer, whatever the chunks, and gradients as near to its own as bf16 is."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(40, 64, generator=draw), torch.randn(96, 64, generator=draw) / 4
+    labels, temperature = torch.randint(96, (40,), generator=draw), torch.full((40,), 0.7)
+    cap = 30.0 if capped else None  # without kernels
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    logits = linear(hidden, weight, rounded=True)
+    expected, _ = compute_logprobs(logits if cap is None else cap * torch.tanh(logits / cap), labels, temperature)
+    grads = torch.autograd.grad(expected.sum(), leaves)
+    for size in (40 * 96, 500):
+        found, _ = compute_head_logprobs(hidden, weight, labels, temperature, size, cap, rounded=True)
+        assert torch.equal(found, expected)
+        for mine, value in zip(torch.autograd.grad(found.sum(), leaves), grads, strict=True):
+            assert (mine - value).norm() < 4e-3 * value.norm()
 
 
 def test_head_of_bf16_model_accumulates_in_fp32() -> None:

@@ -18,11 +18,12 @@ from prime_rl.inference.embedded.kv_cache import BLOCK
 from prime_rl.inference.embedded.model_runner import EagerDecode, GatheredDecode
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora, peft_tensors
-from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import MODEL_CLASSES
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.numerics import MIN_TOKENS
 
@@ -38,6 +39,8 @@ MODELS = {
     "smollm3": {**CONFIG, "model_type": "smollm3", "no_rope_layers": [1, 0]},
     "gemma3": {**CONFIG, "model_type": "gemma3_text", "sliding_window": 50, "sliding_window_pattern": 2},
 }
+WIDE = {"wide heads": {**CONFIG, "head_dim": 32}}
+"""Heads that bf16 instructions support."""
 
 
 class Rerun:
@@ -88,7 +91,7 @@ PATHS = {
 
 
 def build_model(name: str) -> CausalLM:
-    config = DecoderConfig.from_hf(MODELS[name])
+    config = DecoderConfig.from_hf((MODELS | WIDE)[name])
     model = MODEL_CLASSES.get(config.model_type, CausalLM)(config)
     init_weights(model, 0)
     return model.requires_grad_(False)
@@ -125,13 +128,17 @@ def draw_prompts(kind: str, engine: EmbeddedEngine) -> list[list[int]]:
 
 
 @torch.no_grad()
-def check_trainer(output: Output, model: CausalLM, tolerance: float) -> None:
+def check_trainer(output: Output, model: CausalLM, tolerance: float, dtype: torch.dtype = torch.float32) -> None:
+    """Log-probs equal those of a trainer with these weights, whose keys and values are rounded to `dtype`."""
     tokens = [*output.request.prompt, *output.token_ids]
     length = len(tokens)
     tokens += [0] * (MIN_TOKENS - length)  # a trainer's pack is never shorter
-    hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention([len(tokens)]))
+    model.round_inputs(dtype)
+    attend = RoundedAttention(PackedAttention([len(tokens)], rounded=model.rounds_inputs), dtype)
+    hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
     scale = torch.full((len(tokens), 1), output.request.params.temperature)
-    logprobs = log_softmax(model.logits(hidden).float() / scale)
+    logits = linear(hidden, model.lm_head.weight, rounded=True) if model.rounds_inputs else model.logits(hidden)
+    logprobs = log_softmax(logits.float() / scale)
     rows = torch.arange(len(output.request.prompt), length) - 1
     expected = logprobs[rows, torch.tensor(output.token_ids)]
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0, atol=tolerance)
@@ -153,6 +160,18 @@ def test_path_equals_the_trainer(name: str, model_name: str, monkeypatch: pytest
     assert stats.shared_prompt_tokens >= path.least_shared and stats.preempted >= path.least_preempted
     for output in outputs:
         check_trainer(output, model, path.tolerance)
+
+
+@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+@pytest.mark.parametrize("name", ["chunked prefill", "decode over a block's end", "shared prefixes"])
+def test_path_in_bfloat16_equals_the_trainer(name: str) -> None:
+    """With the inputs of products rounded where the CPU has instructions for it, and in fp32 elsewhere."""
+    path, bf16 = build_paths(FusedDecode)[name], torch.bfloat16
+    engine = EmbeddedEngine(build_model("wide heads").to(bf16), **path.options)
+    assert engine.arithmetic == cpu_kernels.name_bf16_instructions()
+    outputs, _ = run(engine, draw_prompts(path.prompts, engine), path.max_tokens)
+    for output in outputs:
+        check_trainer(output, build_model("wide heads").to(bf16).float(), 0.0, bf16)
 
 
 INT8 = pytest.param(
@@ -192,22 +211,31 @@ def test_short_prompts_are_computed_by_the_decode_kernel(
 
 
 def build_adapted(
-    model_name: str, packs: bool, monkeypatch: pytest.MonkeyPatch, **options: Any
+    model_name: str,
+    packs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> tuple[CausalLM, CausalLM, EmbeddedEngine]:
     """A model, the same with an adapter, and an engine that serves it as "a", in the kernel only if it `packs`."""
     if not packs:
         monkeypatch.setattr(adapters, "pack_adapter", lambda changes, num_layers: None)
-    model, adapted = build_model(model_name), build_model(model_name)
-    engine = EmbeddedEngine(build_model(model_name), **options)
+    model, adapted = (build_model(model_name).to(dtype).float() for _ in range(2))
+    engine = EmbeddedEngine(build_model(model_name).to(dtype), **options)
     add_lora(adapted, LoraSpec(4, 8.0), 1)
     for tensor in adapter_tensors(adapted).values():
         tensor.data.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)), alpha=0.1)
+        tensor.data.copy_(tensor.data.to(dtype))
     engine.load_adapter("a", peft_tensors(adapted), AdapterSpec(4, 8.0, 0))
     return model, adapted, engine
 
 
 @pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize(("model_name", "options"), [*((name, {}) for name in MODELS), INT8])
+@pytest.mark.parametrize(
+    ("model_name", "options"),
+    [*((name, {}) for name in MODELS), ("wide heads", {"dtype": torch.bfloat16}), INT8],
+    ids=str,
+)
 def test_adapter_equals_its_trainer(
     model_name: str, options: dict[str, Any], packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +249,8 @@ def test_adapter_equals_its_trainer(
         assert backends == {GatheredDecode, FusedDecode} or backends == {GatheredDecode}
     assert {output.request.adapter for output in outputs} == {None, "a"}
     for output in outputs:
-        check_trainer(output, adapted if output.request.adapter else model, 0.5 if options else 0.0)
+        one, dtype = adapted if output.request.adapter else model, options.get("dtype", torch.float32)
+        check_trainer(output, one, 0.5 if "quantization" in options else 0.0, dtype)
 
 
 @pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")

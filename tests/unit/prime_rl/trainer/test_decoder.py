@@ -336,6 +336,27 @@ def test_gradients_of_attention(
         assert (one - value).norm() < 2e-6 * value.norm()
 
 
+@pytest.mark.skipif(
+    not cpu_kernels.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16"
+)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_gradients_of_rounded_attention(dim: int) -> None:
+    """Those of fp64 with rounded queries, up to the rounding of the output, by which weights are differentiated."""
+    draw = torch.Generator().manual_seed(dim)
+    shapes, scale, starts = ((1, 304, 6, dim), (1, 304, 2, dim), (1, 304, 2, dim)), dim**-0.5, torch.zeros(1)
+    q, k, v = (2 * torch.randn(shape, generator=draw).bfloat16().float() for shape in shapes)
+    q = (3 * q * torch.rand(q.shape, generator=draw)).requires_grad_()  # not rounded, and with few large weights
+    leaves, weight = [q, k.requires_grad_(), v.requires_grad_()], torch.randn(shapes[0], generator=draw)
+    out = exact_causal_attention(*leaves, starts.long(), rounded=True)
+    rounded = ((q.detach() * scale).bfloat16().double() / scale, k.detach().double(), v.detach().double())
+    wide = [leaf.requires_grad_() for leaf in rounded]
+    whole = torch_causal_attention(*wide, starts.long(), None)
+    assert (out - whole).norm() < 3e-3 * whole.norm()
+    expected = torch.autograd.grad(whole, wide, weight.double())
+    for mine, value in zip(torch.autograd.grad(out, leaves, weight), expected, strict=True):
+        assert (mine - value).norm() < 3e-3 * value.norm()
+
+
 @torch.no_grad()
 @pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(6, 2, 64, None), (4, 2, 32, 200), (4, 1, 128, 37)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,9 +25,18 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_nothing_differs_in_exact_mode(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_differs_in_exact_mode(
+    script: ModuleType, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build, options = script.EmbeddedEngine, dict[str, Any]()
+    monkeypatch.setattr(
+        script, "EmbeddedEngine", lambda *args, **named: (options.update(named), build(*args, **named))[1]
+    )
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--dtype", dtype])
     assert script.main() == 0
     assert "nothing differs" in capsys.readouterr().out
+    assert options["speculation"] is False, "layers one by one cannot compute drafts"
 
 
 @pytest.mark.parametrize("layer", [0, 1])

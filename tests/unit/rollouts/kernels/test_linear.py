@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch.nn.functional as F
 
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
+from rollouts.kernels import cpu, onednn
 from rollouts.kernels import linear as module
-from rollouts.kernels import onednn
 from rollouts.kernels.linear import Linear, linear
 from rollouts.kernels.onednn import pack_weight, packed_linear, round_rows, uses_onednn
 
@@ -89,6 +90,44 @@ def test_values_and_gradients_match_torch(shape: tuple[int, ...], bias: bool) ->
     frozen = x.clone().requires_grad_()
     layer(frozen).square().sum().backward()
     torch.testing.assert_close(frozen.grad, grads[1][1], rtol=1e-4, atol=1e-4)
+
+
+def round_to_bf16(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().double()
+
+
+@pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
+@pytest.mark.parametrize("shape", [(1, 40), (70, 64), (2, 60, 96)])
+def test_rounded_products_and_gradients(shape: tuple[int, ...]) -> None:
+    """Factors are rounded, sums are not; gradients are also rounded."""
+    torch.manual_seed(0)
+    layer, x, grad = Linear(shape[-1], 50), torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 50)
+    layer.rounds_inputs = True
+    y = layer(x)
+    wide, weight = round_to_bf16(x), round_to_bf16(layer.weight)
+    torch.testing.assert_close(y.double(), F.linear(wide, weight, layer.bias.double()), rtol=1e-5, atol=1e-5)
+    y.backward(grad)
+    narrow = round_to_bf16(grad)
+    of_weight = narrow.flatten(0, -2).t() @ wide.flatten(0, -2)
+    for mine, expected in ((x.grad, narrow @ weight), (layer.weight.grad, of_weight)):
+        torch.testing.assert_close(mine.double(), expected, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(layer.bias.grad, grad.flatten(0, -2).sum(0))
+    rows = x.detach().flatten(0, -2)
+    assert all(torch.equal(layer(rows[i : i + 1])[0], y.flatten(0, -2)[i]) for i in range(len(rows)))
+
+
+@pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
+def test_threads_compute_rounded_products_at_once() -> None:
+    """Each packs weights in memory of its own."""
+    x, weights = torch.randn(64, 128), [torch.randn(256, 128) for _ in range(8)]
+    expected = [linear(x, weight, rounded=True) for weight in weights]
+
+    def multiply(number: int) -> bool:
+        torch.set_num_threads(1)
+        return all(torch.equal(linear(x, w, rounded=True), y) for w, y in zip(weights, expected, strict=True))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(multiply, range(40)))
 
 
 def test_row_counts_are_rounded_to_few_shapes() -> None:
