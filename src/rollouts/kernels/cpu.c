@@ -1005,6 +1005,28 @@ void unpack(const void *packed, void *weight, int64_t outputs, int64_t inputs, i
   copy_panels(weight, (void *)packed, outputs, inputs, format, kind, 1);
 }
 
+/* The transpose of x [rows, columns] in bf16, for a CPU that `has_dots`: out is [columns, width], with zeros after `rows`. */
+void transpose_rounded(const float *x, uint16_t *out, int64_t rows, int64_t columns, int64_t width) {
+  int64_t whole = columns / LANES * LANES;
+  PARALLEL(rows * columns > MANY)
+  for (int64_t r = 0; r < width; r += LANES) {
+    int is_whole = r + LANES <= rows;
+    for (int64_t c = 0; c < whole && is_whole; c += LANES) {
+      vec block[LANES];
+      transpose(x, r * columns, columns, c, block, 0);
+      for (int i = 0; i < LANES; i++) store_rounded(out, (c + i) * width + r, block[i]);
+    }
+    for (int64_t c = is_whole ? whole : 0; c < columns; c++) {
+      float part[LANES] = {0};
+      uint16_t rounded[LANES];
+      int64_t count = width - r < LANES ? width - r : LANES;
+      for (int64_t i = 0; i < LANES && r + i < rows; i++) part[i] = x[(r + i) * columns + c];
+      store_rounded(rounded, 0, load(part));
+      memcpy(out + c * width + r, rounded, sizeof *rounded * (size_t)count);
+    }
+  }
+}
+
 /* Prefetch `count` bytes, at most four cache lines. */
 ALWAYS void fetch_lines(const char *from, int64_t count) {
   __builtin_prefetch(from, 0, 2);

@@ -113,6 +113,7 @@ SIGNATURES = {
     "filter_rows": [_P, _P, _P, _P, _I, _I],
     "pack": [_P, _P, _I, _I, _I, _I],
     "unpack": [_P, _P, _I, _I, _I, _I],
+    "transpose_rounded": [_P, _P, _I, _I, _I],
     "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "add_deltas": [_P, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I],
     "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I, _P, _I, _P, _P, _I],
@@ -547,6 +548,13 @@ def filter_logprobs_(
     """Set log-probs to minus infinity by `min_p`, `top_k` (0: all) and then `top_p`, which counts what is left."""
     assert logprobs.is_contiguous()
     call("filter_rows", logprobs, min_p.log(), top_k, top_p, *logprobs.shape)
+
+
+def transpose_rounded(x: Float[Tensor, "rows columns"], width: int) -> Float[Tensor, "columns width"]:
+    """The transpose in bf16, with zeros up to `width`, on a CPU with instructions for bf16."""
+    out = torch.empty(x.shape[1], width, dtype=torch.bfloat16)
+    call("transpose_rounded", x.contiguous(), out, *x.shape, width)
+    return out
 
 
 class PackedWeight:
