@@ -1005,6 +1005,45 @@ void unpack(const void *packed, void *weight, int64_t outputs, int64_t inputs, i
   copy_panels(weight, (void *)packed, outputs, inputs, format, kind, 1);
 }
 
+/* bf16 numbers, in fp32, as pairs. */
+ALWAYS vec pairs_of(vec even, vec odd) {
+  return (vec)((ivec)((uvec)even >> 16) | ((ivec)odd & (int32_t)0xffff0000));
+}
+
+/* LANES numbers of a row of `size` from i on; zeros after its end, and if the row is not there. */
+ALWAYS vec load_row(const float *row, int64_t i, int64_t size, int is_there) {
+  return is_there && i < size ? LOAD(row, i, size) : all(0.f);
+}
+
+/* `pack` for DOTS and PLAIN of a weight in fp32, or of its transpose (`turned`: weight is [inputs, outputs]), for a CPU that
+ * `has_dots`. */
+void pack_rounded(const float *weight, float *packed, int64_t outputs, int64_t inputs, int64_t turned) {
+  int64_t pairs = whole_steps(inputs) / 2;
+  PARALLEL(outputs * inputs > MANY)
+  for (int64_t p = 0; p < num_panels(outputs, PLAIN); p++) {
+    float *panel = packed + p * pairs * PANEL;
+    for (int64_t k = 0; k < pairs && turned; k++)
+      for (int64_t i = 0; i < PANEL; i += LANES) {
+        const float *row = weight + 2 * k * outputs;
+        vec even = load_row(row, p * PANEL + i, outputs, 2 * k < inputs);
+        vec odd = load_row(row + outputs, p * PANEL + i, outputs, 2 * k + 1 < inputs);
+        store(panel + k * PANEL + i, pairs_of(rounded_of(even), rounded_of(odd)));
+      }
+    for (int64_t i = 0; i < PANEL && !turned; i += LANES)
+      for (int64_t k = 0; k < pairs; k += LANES) {
+        uint16_t rows[LANES][2 * LANES];
+        vec block[LANES];
+        for (int64_t r = 0; r < LANES; r++)
+          for (int64_t j = 0; j < 2 * LANES; j += LANES) {
+            int64_t output = p * PANEL + i + r;
+            store_rounded(rows[r], j, load_row(weight + output * inputs, 2 * k + j, inputs, output < outputs));
+          }
+        transpose(rows, 0, LANES, 0, block, 0);
+        for (int64_t r = 0; r < LANES && k + r < pairs; r++) store(panel + (k + r) * PANEL + i, block[r]);
+      }
+  }
+}
+
 /* The transpose of x [rows, columns] in bf16, for a CPU that `has_dots`: out is [columns, width], with zeros after `rows`. */
 void transpose_rounded(const float *x, uint16_t *out, int64_t rows, int64_t columns, int64_t width) {
   int64_t whole = columns / LANES * LANES;
@@ -1806,7 +1845,7 @@ ALWAYS void pack_some_keys(const void *keys, int64_t at, int64_t stride, float *
     transpose(keys, at, stride, place, columns, narrow);
     for (int i = 0; i < LANES && !dots; i++, to += PANEL) store(to, columns[i]);
     for (int i = 0; i < LANES && dots; i += 2, to += PANEL)
-      store(to, (vec)((ivec)((uvec)columns[i] >> 16) | ((ivec)columns[i + 1] & (int32_t)0xffff0000)));
+      store(to, pairs_of(columns[i], columns[i + 1]));
   }
 }
 
@@ -1885,7 +1924,7 @@ ALWAYS void pack_value_pairs(const void *values, int64_t at, int64_t stride, flo
         vec even = first + i < size ? load_as(values, from, narrow) : all(0.f);
         vec odd = first + i < size ? load_as(values, from + stride, narrow) : all(0.f);
         float *to = packed + (first / PANEL * num + t + r) / 2 * PANEL + i;
-        store(to, (vec)((ivec)((uvec)even >> 16) | ((ivec)odd & (int32_t)0xffff0000)));
+        store(to, pairs_of(even, odd));
       }
 }
 

@@ -113,6 +113,7 @@ SIGNATURES = {
     "filter_rows": [_P, _P, _P, _P, _I, _I],
     "pack": [_P, _P, _I, _I, _I, _I],
     "unpack": [_P, _P, _I, _I, _I, _I],
+    "pack_rounded": [_P, _P, _I, _I, _I],
     "transpose_rounded": [_P, _P, _I, _I, _I],
     "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "add_deltas": [_P, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I],
@@ -563,7 +564,6 @@ class PackedWeight:
     Sums are blocked by `block` inputs, by default as in oneDNN. A `paired` weight (gate rows, then as many up rows)
     supports `gated`. With `rounded`, activations may be rounded to bf16 for a bf16 weight, which is twice as fast on
     CPUs with AVX512_BF16; the sum is then not blocked. `quantized` rounds an fp32 weight, and activations, to int8.
-    `memory`: a tensor in the weight's dtype that takes its place and is resized; by default memory of its own.
     """
 
     def __init__(
@@ -573,7 +573,6 @@ class PackedWeight:
         paired: bool = False,
         rounded: bool = False,
         quantized: bool = False,
-        memory: Tensor | None = None,
     ) -> None:
         kernels = library()
         assert kernels is not None and weight.dtype in (torch.float32, torch.bfloat16)
@@ -585,7 +584,7 @@ class PackedWeight:
         width = kernels.packed_inputs(self.inputs, self.format)
         dtype = torch.int8 if quantized else weight.dtype
         size = kernels.packed_size(self.outputs, width, self.kind)
-        self.data = huge_pages.empty(size, dtype) if memory is None else memory.resize_(size)
+        self.data = huge_pages.empty(size, dtype)
         self.update(weight)
         panel = kernels.packed_size(1, 1, ONE_BY_ONE)
         of_row = {DOTS: width // 2, INT8: kernels.quantized_size(self.inputs, 0) // 4}.get(self.format, 0)
@@ -609,17 +608,50 @@ class PackedWeight:
     ) -> Float[Tensor, "rows outputs_or_half"]:
         """y = x weight^T + bias; `gated`: silu(first half of y) second half of y."""
         assert self.kind == PAIRED or not gated
-        kernels = library()
-        assert kernels is not None
-        x, bias = x.contiguous(), None if bias is None else bias.float()
-        rows, threads = x.shape[0], torch.get_num_threads()
-        out = torch.empty(rows, self.outputs // 2 if gated else self.outputs)
-        num_rows = min(rows, kernels.max_rows_at_once(threads))
-        scratch = torch.empty(threads, self.scratch[0] + self.scratch[1] * num_rows)
-        shape, kind = (rows, self.outputs, self.inputs), GATED if gated else self.kind
-        settings = (self.format, kind, threads)
-        call("linear", x, self.data, bias, self.block, out, scratch, scratch.shape[1], *shape, *settings)
-        return out
+        kind, size = GATED if gated else self.kind, (self.outputs, self.inputs)
+        return _multiply_packed(x, self.data, bias, self.block, size, self.format, kind, self.scratch)
+
+
+def _multiply_packed(
+    x: Float[Tensor, "rows inputs"],
+    packed: Tensor,
+    bias: Tensor | None,
+    block: int,
+    size: tuple[int, int],
+    format: int,
+    kind: int,
+    scratch: tuple[int, int],
+) -> Float[Tensor, "rows outputs_or_half"]:
+    """As `PackedWeight`, whose outputs and inputs are `size`."""
+    kernels = library()
+    assert kernels is not None
+    x, bias = x.contiguous(), None if bias is None else bias.float()
+    rows, threads = x.shape[0], torch.get_num_threads()
+    out = torch.empty(rows, size[0] // 2 if kind == GATED else size[0])
+    memory = torch.empty(threads, scratch[0] + scratch[1] * min(rows, kernels.max_rows_at_once(threads)))
+    call("linear", x, packed, bias, block, out, memory, memory.shape[1], rows, *size, format, kind, threads)
+    return out
+
+
+def multiply_rounded(
+    x: Float[Tensor, "rows inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Tensor | None,
+    memory: Tensor,
+    *,
+    turned: bool = False,
+) -> Float[Tensor, "rows outputs"]:
+    """The bits of a `rounded` `PackedWeight` on a CPU with instructions for bf16, for a single product.
+
+    The weight, in fp32, is packed in `memory`, which is resized. `turned`: it is [inputs, outputs].
+    """
+    kernels = library()
+    assert kernels is not None
+    outputs, inputs = reversed(weight.shape) if turned else weight.shape
+    width = kernels.packed_inputs(inputs, DOTS)
+    memory.resize_(kernels.packed_size(outputs, width, ONE_BY_ONE))
+    call("pack_rounded", weight.contiguous(), memory, outputs, inputs, turned)
+    return _multiply_packed(x, memory, bias, inputs, (outputs, inputs), DOTS, ONE_BY_ONE, (LANES, width // 2))
 
 
 def max_rank() -> int:

@@ -103,13 +103,8 @@ def multiply_rounded(
     x: Float[Tensor, "*rows inputs"], weight: Float[Tensor, "outputs inputs"], bias: Tensor | None = None
 ) -> Float[Tensor, "*rows outputs"]:
     """x weight^T + bias of fp32 tensors, without gradients: the factors are rounded to bf16, the sums are in fp32."""
-    return _multiply_narrow(x, weight.bfloat16(), bias)
-
-
-def _multiply_narrow(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`multiply_rounded` with a weight in bf16."""
-    packed = cpu.PackedWeight(weight, rounded=True, memory=_workspace.memory)
-    return packed(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
+    y = cpu.multiply_rounded(x.reshape(-1, x.shape[-1]), weight, bias, _workspace.memory)
+    return y.view(*x.shape[:-1], -1)
 
 
 def input_gradient(
@@ -186,7 +181,8 @@ class _RoundedProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         flat, rows = grads[0].flatten(0, -2), x.flatten(0, -2)
         # As fast as oneDNN, and it needs no conversions.
-        turned = cpu.transpose_rounded(weight, len(weight)) if ctx.needs_input_grad[0] else None
-        of_x = None if turned is None else _multiply_narrow(flat, turned).view_as(x)
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = cpu.multiply_rounded(flat, weight, None, _workspace.memory, turned=True).view_as(x)
         of_weight = weight_gradient(flat, rows, rounded=True) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, flat.sum(0) if ctx.needs_input_grad[2] else None
