@@ -340,7 +340,7 @@ class GenerationModelConfig(BaseConfig):
     """Data type of a model served by this command; auto: bfloat16 on a GPU, else float32."""
 
     exact: bool | None = None
-    """Exact mode of a model served by this command (inference.exact); unset: on for float32 on a CPU."""
+    """Exact mode of a model served by this command (inference.exact); unset: on for a CPU."""
 
     debug: DebugModelConfig = DebugModelConfig()
 

@@ -176,7 +176,7 @@ class InferenceConfig(BaseConfig):
     """Log-probs are bitwise equal to the trainer's, and running requests are recomputed after a weight update.
 
     Unset: on for a model on a CPU that is not quantized. Off: running requests keep their KV cache across weight
-    updates, and CPUs with bfloat16 instructions use them; faster."""
+    updates, and bfloat16 instructions of a CPU also compute experts and other models than dense ones."""
 
     enforce_eager: bool = False
     """Disable CUDA graphs: uses less GPU memory, but is slower for small models and small batches."""

@@ -25,6 +25,7 @@ PRODUCTS = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
     "mkldnn::_linear_pointwise",
+    "rollouts::multiply_rounded",
 )
 """Operations whose outputs selective checkpointing stores, the expensive ones: matrix products and attention."""
 

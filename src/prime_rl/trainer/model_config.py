@@ -82,12 +82,12 @@ class ModelConfig(BaseConfig):
     """custom: the native decoder, also used by the embedded engine; hf: transformers; auto: custom if supported."""
 
     attn: AttentionChoice = "auto"
-    """exact: batch-invariant, bit for bit; sdpa, flash (GPU): faster; auto: exact for fp32 on a CPU."""
+    """exact: batch-invariant, bit for bit; sdpa, flash (GPU): faster; auto: exact on a CPU, except for several bfloat16 ranks."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Number format of forward and backward; the optimizer uses float32, or float64 for a float64 model. auto: bfloat16
-    on a GPU, else float32. A single rank on a CPU rounds weights, keys and values to bfloat16 and computes in float32,
-    except without exactness on a CPU with bfloat16 instructions."""
+    on a GPU, else float32. A single rank on a CPU rounds weights, keys, values and, with bfloat16 instructions, the
+    inputs of products, and sums in float32; without exactness such a CPU computes in bfloat16."""
 
     device: str = "auto"
     """Device, such as cpu or cuda:0; auto: a GPU if available."""

@@ -103,8 +103,18 @@ def multiply_rounded(
     x: Float[Tensor, "*rows inputs"], weight: Float[Tensor, "outputs inputs"], bias: Tensor | None = None
 ) -> Float[Tensor, "*rows outputs"]:
     """x weight^T + bias of fp32 tensors, without gradients: the factors are rounded to bf16, the sums are in fp32."""
+    return cast(Tensor, torch.ops.rollouts.multiply_rounded(x, weight, bias))
+
+
+def _multiply_in_workspace(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = cpu.multiply_rounded(x.reshape(-1, x.shape[-1]), weight, bias, _workspace.memory)
     return y.view(*x.shape[:-1], -1)
+
+
+_operations = torch.library.Library("rollouts", "FRAGMENT")
+"""Operations for torch, so that selective checkpointing sees them."""
+_operations.define("multiply_rounded(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_operations.impl("multiply_rounded", _multiply_in_workspace, "CPU")
 
 
 def input_gradient(

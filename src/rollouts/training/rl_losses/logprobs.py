@@ -103,7 +103,8 @@ def compute_head_logprobs(
     """
     kernels = find_head_kernels(hidden, weight) if cap is None and part is None and support is None else None
     if kernels is not None:
-        default = FUSED_LOGITS_PER_CHUNK if hidden.is_cuda else CPU_LOGITS_BYTES // hidden.itemsize
+        copies = 2 if rounded else 1  # of the gradient, in bf16
+        default = FUSED_LOGITS_PER_CHUNK if hidden.is_cuda else CPU_LOGITS_BYTES // hidden.itemsize // copies
         size = logits_per_chunk or default
         return _FusedHeadLogprobs.apply(hidden, weight, labels, temperature, size, kernels, rounded)  # type: ignore[no-untyped-call]
     size = logits_per_chunk or _default_chunk(hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention
 from prime_rl.trainer.optim import MasterWeights
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
+from rollouts.kernels import cpu
 from rollouts.training.batching import pack_samples
 
 MODEL = {"name": "tiny-qwen3", "seq_len": 48, "debug": {"random_init": True}}
@@ -72,6 +74,23 @@ def test_recomputation_saves_memory(mode: Any, freq: int, expected: float) -> No
         return sum(sizes)
 
     assert count_saved(ac={"mode": mode, "freq": freq}) < expected * count_saved()
+
+
+@pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
+@pytest.mark.parametrize(("mode", "passes"), [("full", 2), ("selective", 1)])
+def test_selective_mode_stores_rounded_products(mode: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply, counts = cpu.multiply_rounded, Counter[bool]()
+
+    def record(*args: Any, turned: bool = False) -> Tensor:
+        counts[turned] += 1
+        return multiply(*args, turned=turned)
+
+    config, backend = make(dtype="bfloat16", ac={"mode": mode})
+    [micros] = pack_samples(build_batches(config, 320).receive(1), 48)
+    monkeypatch.setattr(cpu, "multiply_rounded", record)
+    backend.forward_backward(micros[:1], build_loss(config.loss, 48))
+    products = 7 * backend.model.config.num_hidden_layers
+    assert counts == {False: passes * products + 1, True: products}, "the head is computed once"
 
 
 def test_selective_mode_stores_flash_attention() -> None:
