@@ -5,8 +5,8 @@
 For every number format, the same requests are decoded twice: in large batches without speculation, and in small ones,
 in another order, with speculation; then prompts and completions are computed as prompts, in chunks. Tokens and
 log-probs of all three must be equal: in int8, too, they do not depend on the batch. In exact float32 and bfloat16 they
-must also equal the trainer's. One engine exists at a time, with a cache of `CACHE_TOKENS`, so peak memory is bounded. Writes
-JSON and exits with 1 on a difference.
+must also equal the trainer's. One engine exists at a time, with a cache of `CACHE_TOKENS`, so peak memory is bounded.
+Writes JSON and exits with 1 on a difference.
 """
 
 from __future__ import annotations

@@ -193,8 +193,6 @@ def run_worker(task_path: Path) -> None:
         model = {"name": task["model_dir"], "dtype": task["dtype"], "device": task["device"]}
         if task["lora_rank"]:
             model["lora"] = {"rank": task["lora_rank"], "alpha": 2.0 * task["lora_rank"]}
-        if task["kind"] == "rl" and task["dtype"] == "bfloat16":
-            model["attn"] = "sdpa"
         settings = {"model": model, "optim": {"lr": task["lr"], "weight_decay": 0.0}, "output_dir": task["output_dir"]}
         config = (TrainConfig if task["kind"] == "rl" else SFTConfig).model_validate(settings)
         backend = build_backend(config)

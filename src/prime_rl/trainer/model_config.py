@@ -82,7 +82,8 @@ class ModelConfig(BaseConfig):
     """custom: the native decoder, also used by the embedded engine; hf: transformers; auto: custom if supported."""
 
     attn: AttentionChoice = "auto"
-    """exact: batch-invariant, bit for bit; sdpa, flash (GPU): faster; auto: exact on a CPU, except for several bfloat16 ranks."""
+    """exact: batch-invariant, bit for bit; sdpa, flash (GPU): faster; auto: exact on a CPU, except for several ranks in
+    bfloat16."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Number format of forward and backward; the optimizer uses float32, or float64 for a float64 model. auto: bfloat16
