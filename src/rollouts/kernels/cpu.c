@@ -2148,14 +2148,14 @@ typedef struct {
   int64_t stride;
 } Pair;
 
-/* Gradients of `rows` query rows (padded to `all_rows`) from keys first to end: adds to dk, dv and `sums` (`more`).
- * `p` and `ds` are scratch; what follows them is, too. */
-static void differentiate_span(const Pair *pair, const float *queries, const float *grads, const float *deltas,
-                               const float *log_sums, int64_t position, int64_t rows, int64_t all_rows, int64_t first,
-                               int64_t end, float *sums, int more, float *p) {
+/* The weights p of `rows` query rows (padded to `all_rows`) for the keys from first to end, and after them the gradients of
+ * their scores. `counts`: instead of using deltas (see `differentiate_block`), add p dp to them, which is stored as well. */
+static void weigh_span(const Pair *pair, const float *queries, const float *grads, float *deltas, int counts,
+                       const float *log_sums, int64_t position, int64_t rows, int64_t all_rows, int64_t first,
+                       int64_t end, float *p) {
   const Causal *a = pair->a;
   int64_t group = a->heads / a->kv_heads, size = a->size, span = end - first;
-  float *ds = p + all_rows * span, *rest = ds + all_rows * span;
+  float *ds = p + all_rows * span;
   const ivec lanes = {LANE_NUMBERS};
   for (int64_t t = first; t < end; t += PANEL) {
     int64_t columns = end - t < PANEL ? end - t : PANEL;
@@ -2171,14 +2171,25 @@ static void differentiate_span(const Pair *pair, const float *queries, const flo
     int64_t at = position + r / group, count = at + 1 < a->keys ? at + 1 : a->keys;
     int64_t hidden = a->window ? at + 1 - a->window : 0;
     if (hidden >= count) hidden = count - 1; /* padding rows only */
-    vec delta = all(deltas[r]), log_sum = all(log_sums[r % group * a->rows + r / group]);
+    vec delta = all(counts ? 0.f : deltas[r]), log_sum = all(log_sums[r % group * a->rows + r / group]), part = {0};
     for (int64_t t = 0; t < span; t += LANES) {
       ivec place = lanes + (int32_t)(first + t), visible = (place < (int32_t)count) & (place >= (int32_t)hidden);
       vec weight = pick(visible, exp_of(load(weights + t) - log_sum), all(0.f));
+      vec slope = pick(visible, weight * (load(slopes + t) - delta), all(0.f));
       store(weights + t, weight);
-      store(slopes + t, pick(visible, weight * (load(slopes + t) - delta), all(0.f)));
+      store(slopes + t, slope);
+      part = part + slope;
     }
+    if (counts) deltas[r] += sum(part);
   }
+}
+
+/* Add the gradients of what `weigh_span` left in `p` to dk, dv and `sums` (`more`); what follows in `p` is scratch. */
+static void differentiate_span(const Pair *pair, const float *queries, const float *grads, int64_t rows, int64_t all_rows,
+                               int64_t first, int64_t end, float *sums, int more, float *p) {
+  const Causal *a = pair->a;
+  int64_t size = a->size, span = end - first;
+  float *ds = p + all_rows * span, *rest = ds + all_rows * span;
   for (int64_t i = 0; i < size; i += PANEL) {
     const float *panel = pair->flat + (i / PANEL * a->keys + first) * PANEL;
     tiles_of_fp32(ds, span, panel, span, sums + i, size, size - i < PANEL ? size - i : PANEL, more,
@@ -2189,7 +2200,9 @@ static void differentiate_span(const Pair *pair, const float *queries, const flo
 }
 
 /* Gradients of `attend_block`: writes dq, adds to dk and dv. With s = q k^T / sqrt(dim) and p = exp(s - log_sum):
- * dv = p^T do,  ds = p (do v^T - do o),  dq = ds k / sqrt(dim),  dk = ds^T q / sqrt(dim). */
+ * dv = p^T do,  ds = p (do v^T - delta),  dq = ds k / sqrt(dim),  dk = ds^T q / sqrt(dim), where delta = do o = sum(p dp).
+ * BY_TILES o has rounded weights: as the difference of large numbers, ds would not sum to 0, and a large mean of the keys
+ * would appear in dq. There delta is the sum, in a pass of its own if there are several spans. */
 static void differentiate_block(const Pair *pair, const float *grad, const float *q, const float *out,
                                 const float *log_sums, int64_t position, int64_t num, float *scratch, float *dq) {
   const Causal *a = pair->a;
@@ -2201,6 +2214,7 @@ static void differentiate_block(const Pair *pair, const float *grad, const float
   end = (end + LANES - 1) / LANES * LANES;
   float *queries = scratch, *grads = queries + all_rows * size, *sums = grads + all_rows * size;
   float deltas[all_rows];
+  int counts = find_way(a->dots) == BY_TILES;
   vec scale = all((float)pow((double)size, -0.5));
   memset(queries, 0, sizeof(float) * (size_t)(2 * all_rows * size));
   for (int64_t r = 0; r < rows; r++) {
@@ -2214,11 +2228,21 @@ static void differentiate_block(const Pair *pair, const float *grad, const float
       store(grads + r * size + i, d);
       store(queries + r * size + i, a->dots ? rounded_of(scaled) : scaled);
     }
-    deltas[r] = sum(inner);
+    deltas[r] = counts ? 0 : sum(inner);
   }
-  for (int64_t t = first; t < end; t += SPAN)
-    differentiate_span(pair, queries, grads, deltas, log_sums, position, rows, all_rows, t,
-                       end - t < SPAN ? end : t + SPAN, sums, t > first, sums + all_rows * size);
+  float *p = sums + all_rows * size;
+  for (int64_t t = first; t < end && counts; t += SPAN)
+    weigh_span(pair, queries, grads, deltas, 1, log_sums, position, rows, all_rows, t, end - t < SPAN ? end : t + SPAN, p);
+  for (int64_t t = first; t < end; t += SPAN) {
+    int64_t to = end - t < SPAN ? end : t + SPAN, span = to - t;
+    float *ds = p + all_rows * span;
+    if (!counts || end - first > SPAN)
+      weigh_span(pair, queries, grads, deltas, 0, log_sums, position, rows, all_rows, t, to, p);
+    else
+      for (int64_t r = 0; r < rows; r++)
+        ROW(i, span) store(ds + r * span + i, load(ds + r * span + i) - load(p + r * span + i) * all(deltas[r]));
+    differentiate_span(pair, queries, grads, rows, all_rows, t, to, sums, t > first, p);
+  }
   for (int64_t r = 0; r < rows; r++)
     ROW(i, size) store(dq + r / group * width + r % group * size + i, load(sums + r * size + i) * scale);
 }

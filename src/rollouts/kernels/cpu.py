@@ -563,7 +563,8 @@ class PackedWeight:
 
     Sums are blocked by `block` inputs, by default as in oneDNN. A `paired` weight (gate rows, then as many up rows)
     supports `gated`. With `rounded`, activations may be rounded to bf16 for a bf16 weight, which is twice as fast on
-    CPUs with AVX512_BF16; the sum is then not blocked. `quantized` rounds an fp32 weight, and activations, to int8.
+    CPUs with AVX512_BF16; the sum is then not blocked, only those of adapters are. `quantized` rounds an fp32 weight,
+    and activations, to int8.
     """
 
     def __init__(
@@ -628,6 +629,8 @@ def _multiply_packed(
     x, bias = x.contiguous(), None if bias is None else bias.float()
     rows, threads = x.shape[0], torch.get_num_threads()
     out = torch.empty(rows, size[0] // 2 if kind == GATED else size[0])
+    if not rows:
+        return out
     memory = torch.empty(threads, scratch[0] + scratch[1] * min(rows, kernels.max_rows_at_once(threads)))
     call("linear", x, packed, bias, block, out, memory, memory.shape[1], rows, *size, format, kind, threads)
     return out
@@ -646,7 +649,7 @@ def multiply_rounded(
     The weight, in fp32, is packed in `memory`, which is resized. `turned`: it is [inputs, outputs].
     """
     kernels = library()
-    assert kernels is not None
+    assert kernels is not None and x.dtype == weight.dtype == torch.float32
     outputs, inputs = reversed(weight.shape) if turned else weight.shape
     width = kernels.packed_inputs(inputs, DOTS)
     memory.resize_(kernels.packed_size(outputs, width, ONE_BY_ONE))

@@ -89,11 +89,21 @@ def has_fast_mkl() -> bool:
     return torch.backends.mkl.is_available() and cpus.is_file() and "GenuineIntel" in cpus.read_text()
 
 
+MAX_KEPT_WEIGHTS = 1 << 24
+"""Numbers of the largest packed weight whose memory is kept for the next product."""
+
+
 class _Workspace(threading.local):
-    """Memory of a thread for a packed weight, which is needed during one product only."""
+    """Memory of a thread for packed weights, which are needed during one product only."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.bfloat16)
+        with torch.inference_mode(False):  # else it could not be resized outside of that mode
+            self._memory = torch.empty(0, dtype=torch.bfloat16)
+
+    def find(self, weight: Tensor) -> Tensor:
+        """Memory for a weight."""
+        is_large = weight.numel() > MAX_KEPT_WEIGHTS  # an output head
+        return torch.empty(0, dtype=torch.bfloat16) if is_large else self._memory
 
 
 _workspace = _Workspace()
@@ -107,8 +117,8 @@ def multiply_rounded(
 
 
 def _multiply_in_workspace(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = cpu.multiply_rounded(x.reshape(-1, x.shape[-1]), weight, bias, _workspace.memory)
-    return y.view(*x.shape[:-1], -1)
+    y = cpu.multiply_rounded(x.reshape(-1, x.shape[-1]), weight, bias, _workspace.find(weight))
+    return y.view(*x.shape[:-1], len(weight))
 
 
 _operations = torch.library.Library("rollouts", "FRAGMENT")
@@ -193,6 +203,6 @@ class _RoundedProduct(torch.autograd.Function):
         # As fast as oneDNN, and it needs no conversions.
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = cpu.multiply_rounded(flat, weight, None, _workspace.memory, turned=True).view_as(x)
+            of_x = cpu.multiply_rounded(flat, weight, None, _workspace.find(weight), turned=True).view_as(x)
         of_weight = weight_gradient(flat, rows, rounded=True) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, flat.sum(0) if ctx.needs_input_grad[2] else None

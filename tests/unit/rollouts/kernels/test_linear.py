@@ -113,7 +113,29 @@ def test_rounded_products_and_gradients(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(mine.double(), expected, rtol=2**-8, atol=1e-5)
     torch.testing.assert_close(layer.bias.grad, grad.flatten(0, -2).sum(0))
     rows = x.detach().flatten(0, -2)
+    assert layer(rows[:0]).shape == (0, 50)
     assert all(torch.equal(layer(rows[i : i + 1])[0], y.flatten(0, -2)[i]) for i in range(len(rows)))
+
+
+@pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
+def test_memory_of_packed_weights_is_reused_in_and_outside_of_inference_mode() -> None:
+    def multiply(size: int) -> torch.Tensor:
+        x, weight = torch.ones(3, size), torch.ones(size, size)
+        return linear(x, weight, rounded=True)
+
+    def run() -> bool:
+        with torch.inference_mode():
+            small = multiply(64)
+        return bool((small == 64).all() and (multiply(256) == 256).all())
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run).result()
+
+
+@pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
+def test_adapters_of_rounded_products_are_summed_as_by_the_trainer() -> None:
+    """In blocks, although the products themselves are not."""
+    assert cpu.PackedWeight(torch.ones(64, 1536).bfloat16(), rounded=True).block == cpu.find_block(1536)
 
 
 @pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
