@@ -341,7 +341,7 @@ def test_gradients_of_attention(
 )
 @pytest.mark.parametrize(("dim", "keys", "mean"), [(32, 304, 0), (64, 304, 40), (64, 1104, 40), (128, 304, 0)])
 def test_gradients_of_rounded_attention(dim: int, keys: int, mean: float) -> None:
-    """Those of fp64 with rounded queries, also with a mean of the keys, as by a bias, and with several spans of keys."""
+    """Those of fp64 with rounded queries, also with a mean of the keys, as by a bias, and several spans of keys."""
     draw = torch.Generator().manual_seed(dim)
     shapes, scale, starts = ((1, keys, 6, dim), (1, keys, 2, dim), (1, keys, 2, dim)), dim**-0.5, torch.zeros(1)
     q, k, v = (2 * torch.randn(shape, generator=draw).bfloat16().float() for shape in shapes)

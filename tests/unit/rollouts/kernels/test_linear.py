@@ -118,7 +118,7 @@ def test_rounded_products_and_gradients(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
-def test_memory_of_packed_weights_is_reused_in_and_outside_of_inference_mode() -> None:
+def test_memory_is_reused_outside_of_inference_mode() -> None:
     def multiply(size: int) -> torch.Tensor:
         x, weight = torch.ones(3, size), torch.ones(size, size)
         return linear(x, weight, rounded=True)
@@ -133,8 +133,8 @@ def test_memory_of_packed_weights_is_reused_in_and_outside_of_inference_mode() -
 
 
 @pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
-def test_adapters_of_rounded_products_are_summed_as_by_the_trainer() -> None:
-    """In blocks, although the products themselves are not."""
+def test_adapters_of_rounded_products_are_summed_in_blocks() -> None:
+    """As by the trainer, although the products themselves are not."""
     assert cpu.PackedWeight(torch.ones(64, 1536).bfloat16(), rounded=True).block == cpu.find_block(1536)
 
 
