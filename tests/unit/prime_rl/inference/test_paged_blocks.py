@@ -222,7 +222,7 @@ def check_pages(engine: EmbeddedEngine, blocks: PagedBlocks) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_events_keeps_the_pages_consistent(seed: int, exact: bool) -> None:
     """Requests of a tree of prompts arrive, end, are canceled and preempted while weights change."""
     rng = random.Random(seed)
