@@ -1,7 +1,7 @@
 """Estimates for a run on the processor of this machine: time per step, memory and total time.
 
-Times are those of one thread each for trainer and engine, in fp32. The speed of matrix products and of memory is
-measured when the plan is made, in half a second.
+Times are those of one thread each for trainer and engine. The speed of matrix products and of memory is measured when
+the plan is made, in half a second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STARTUP_S = 20.0
 
 @dataclass(frozen=True)
 class Machine:
-    """Cores, memory in bytes, and the speed of one thread: FLOP/s of fp32 products, bytes per second copied."""
+    """Cores, memory in bytes, and the speed of one thread: FLOP/s of products, bytes per second copied."""
 
     cores: int
     memory: float
@@ -71,11 +71,23 @@ class CpuEstimate:
         return self.total_bytes <= self.memory
 
 
-def measure_machine(inputs: int, outputs: int) -> Machine:
-    """Measure one thread on products of this size; the best of several, since other processes disturb."""
+def uses_bfloat16(config: PlanConfig) -> bool:
+    """Whether trainer and engine are in bfloat16."""
+    dtypes = [config.trainer.model.dtype, *([] if config.inference is None else [config.inference.model.dtype])]
+    return set(dtypes) == {"bfloat16"}
+
+
+def measure_machine(inputs: int, outputs: int, in_bfloat16: bool = False) -> Machine:
+    """Measure one thread on products of this size; the best of several, since other processes disturb.
+
+    They are in fp32, or `in_bfloat16` by instructions for it if the CPU has them.
+    """
     import torch
 
+    from rollouts.kernels.cpu import name_bf16_instructions
     from rollouts.kernels.linear import linear
+
+    rounded = in_bfloat16 and bool(name_bf16_instructions())
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -83,7 +95,7 @@ def measure_machine(inputs: int, outputs: int) -> Machine:
         x, weight = torch.randn(ROWS, inputs), torch.randn(outputs, inputs)
         source, target = torch.ones(COPIED_BYTES // 4), torch.empty(COPIED_BYTES // 4)
         with torch.inference_mode():
-            product_s = find_shortest(lambda: linear(x, weight))
+            product_s = find_shortest(lambda: linear(x, weight, rounded=rounded))
         copy_s = find_shortest(lambda: target.copy_(source))
     finally:
         torch.set_num_threads(threads)

@@ -20,9 +20,9 @@ def plan(config: PlanConfig) -> int:
 
     shape = read_shape(config.model.name)
     if config.cluster.is_cpu:
-        from prime_rl.plan.cpu import describe_cpu, estimate_cpu, measure_machine
+        from prime_rl.plan.cpu import describe_cpu, estimate_cpu, measure_machine, uses_bfloat16
 
-        machine = measure_machine(shape.hidden, shape.inner)
+        machine = measure_machine(shape.hidden, shape.inner, uses_bfloat16(config))
         estimate = estimate_cpu(config, shape, machine)
         sys.stdout.write("\n".join(describe_cpu(config, shape, machine, estimate)) + "\n")
         return 0 if estimate.fits else 1

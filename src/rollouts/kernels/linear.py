@@ -31,7 +31,7 @@ class Linear(nn.Linear):
     exact_backward = False
     """Whether the gradient of a row of inputs, too, has the same bits for any number of rows."""
     rounds_inputs = False
-    """Whether it is `rounded`."""
+    """Whether its products are `rounded`."""
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
         if not self.exact and (torch.compiler.is_compiling() or has_fast_mkl()):  # not traceable

@@ -335,6 +335,17 @@ def test_assumed_lengths_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "completions of 1019 tokens are assumed" in out and "prompts of" not in out
 
 
+@pytest.mark.parametrize(("dtypes", "expected"), [(("bfloat16",) * 2, True), (("bfloat16", "float32"), False)])
+def test_products_are_measured_in_the_format_of_the_run(
+    dtypes: tuple[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    monkeypatch.setattr("prime_rl.plan.cpu.measure_machine", lambda *args: measured.append(args[2]) or MACHINE)
+    flags = f"--trainer.model.dtype {dtypes[0]} --inference.model.dtype {dtypes[1]}"
+    plan(parse(f"{SMALL_RUN} --cluster.gpu cpu {flags}"))
+    assert measured == [expected]
+
+
 def test_a_plan_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["plan", "--model.name", "Qwen/Qwen3-0.6B", "--cluster.gpu", "h100"])
