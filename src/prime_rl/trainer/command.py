@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from prime_rl.configuration.command import run_command
+from prime_rl.runtime.machine import share_heap
 from prime_rl.runtime.run_page import offer_page
 from prime_rl.runtime.run_state import StateRecorder
 
@@ -34,6 +35,7 @@ def run_trainer(
 
     def record(config: Any) -> int:
         nonlocal has_groups
+        share_heap()
         has_groups = has_groups or (prog == "trainer" and config.weight_broadcast.type != "filesystem")
         from prime_rl.telemetry.trackers import check_trackers
         from prime_rl.utils.logger import find_level

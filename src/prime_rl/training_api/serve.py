@@ -178,7 +178,9 @@ def build_sampling(config: SamplingServerConfig, store: AdapterStore) -> ServerS
 def serve(config: ServeConfig) -> int:
     """Serve until stopped; returns the exit code."""
     from prime_rl.inference.server import bind, build_uvicorn_config, run_app
+    from prime_rl.runtime.machine import share_heap
 
+    share_heap()
     listener = bind(config.host, config.port)
     listener.listen(1024)  # clients of a restarted server wait for its start
     from loguru import logger

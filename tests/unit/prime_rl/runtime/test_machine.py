@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import resource
 import subprocess
 import sys
@@ -44,27 +45,53 @@ def test_health() -> None:
     assert not is_healthy(None, server.server_port)
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
-def test_freed_memory_is_used_again() -> None:
-    script = """
-import ctypes, resource, sys
-from prime_rl.runtime.machine import keep_freed_memory
-if sys.argv[1] == "kept":
-    keep_freed_memory()
+needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+ALLOCATE = """
+import ctypes, resource, sys, threading
+from prime_rl.runtime.machine import keep_freed_memory, share_heap
 libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-size = 64 << 20
-for _ in range(6):
-    place = libc.malloc(ctypes.c_size_t(size))
-    ctypes.memset(place, 1, size)
-    libc.free(place)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+libc.malloc.argtypes, libc.malloc.restype, libc.free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
+
+def allocate(size):
+    for _ in range(6):
+        place = libc.malloc(size)
+        ctypes.memset(place, 1, size)
+        libc.free(place)
 """
-    kept, default = (
-        int(subprocess.run([sys.executable, "-c", script, how], check=True, capture_output=True, text=True).stdout)
-        for how in ("kept", "default")
-    )
+
+
+def count_faults(script: str) -> int:
+    """Page faults of a process that runs `script`."""
+    script = f"{ALLOCATE}{script}\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)"
+    return int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+
+
+@needs_glibc
+def test_freed_memory_is_used_again() -> None:
+    default = count_faults("allocate(64 << 20)")
+    kept = count_faults("keep_freed_memory(); allocate(64 << 20)")
     assert default - kept > 4 * (64 << 20) / resource.getpagesize()
+
+
+@needs_glibc
+def test_threads_use_memory_that_others_have_freed() -> None:
+    size = 40 << 20
+    run = f"keep_freed_memory(); allocate({size}); thread = threading.Thread(target=allocate, args=[{size}]); "
+    run += "thread.start(); thread.join()"
+    assert count_faults(run) - count_faults(f"share_heap(); {run}") > 0.9 * size / resource.getpagesize()
+
+
+@needs_glibc
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_reserved_heap_takes_no_memory() -> None:
+    """Also where the limit of a process does not allow it."""
+    script = "keep_freed_memory(); assert libc.malloc(1 << 20)"
+    limit = "resource.setrlimit(resource.RLIMIT_DATA, (1 << 28, 1 << 28)); "
+    assert count_faults(script) < 20_000 and count_faults(limit + script) < 20_000
+    script = f"{ALLOCATE}{script}; print(*open('/proc/self/status'))"
+    out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    [peak] = re.findall(r"VmHWM:\s*(\d+) kB", out)
+    assert int(peak) < 200_000
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
