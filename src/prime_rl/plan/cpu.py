@@ -86,19 +86,16 @@ def measure_machine(inputs: int, outputs: int, in_bfloat16: bool = False) -> Mac
 
     from rollouts.kernels.cpu import name_bf16_instructions
     from rollouts.kernels.linear import linear
+    from rollouts.training.numerics import using_threads
 
     rounded = in_bfloat16 and bool(name_bf16_instructions())
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with using_threads(1):
         x, weight = torch.randn(ROWS, inputs), torch.randn(outputs, inputs)
         source, target = torch.ones(COPIED_BYTES // 4), torch.empty(COPIED_BYTES // 4)
         with torch.inference_mode():
             product_s = find_shortest(lambda: linear(x, weight, rounded=rounded))
         copy_s = find_shortest(lambda: target.copy_(source))
-    finally:
-        torch.set_num_threads(threads)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(num_cores(), memory, 2.0 * ROWS * inputs * outputs / product_s, 2 * COPIED_BYTES / copy_s)
 

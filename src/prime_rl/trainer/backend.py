@@ -20,7 +20,7 @@ from torch import Tensor
 from prime_rl.runtime.machine import keep_freed_memory
 from prime_rl.trainer.activations import recompute_layers
 from prime_rl.trainer.concurrent_micros import ConcurrentMicros, build_concurrent_micros
-from prime_rl.trainer.config import ModelConfig, SFTConfig, TrainConfig
+from prime_rl.trainer.config import ModelConfig, MuonConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.ema import WeightAverage
 from prime_rl.trainer.forward import (
     ForwardInputs,
@@ -53,6 +53,7 @@ from rollouts.training.backends.fsdp import shard_units
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep, StepReport
 from rollouts.training.batching import UNITS, MicroBatch, TensorBatch, build_filler
+from rollouts.training.numerics import using_threads
 from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats
 
 Loss = Callable[[LossInputs], LossOutput]
@@ -301,7 +302,8 @@ class Backend:
         """
         build = merged_tensors if self.adapter_config is None else peft_tensors
         if self.ranks.size == 1:
-            return {name: tensor.to(self.placement.dtype) for name, tensor in build(self.model).items()}
+            with using_threads(None if self.concurrent is None else self.num_threads):
+                return {name: tensor.to(self.placement.dtype) for name, tensor in build(self.model).items()}
         named = without_critic(dict(self.model.named_parameters()))
         needed = {n: p.detach() for n, p in named.items() if not self.adapter_config or p.requires_grad}
         shard_map = gather_shard_map(needed, self.ranks, self.cuts)
@@ -384,12 +386,16 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         offload = torch.device("cpu") if config.model.optim_cpu_offload else None
         masters = MasterWeights(model, placement.dtype, offload, placement.arithmetic)
         parameters, after_step = masters.by_name, masters.write_back
+    concurrent = build_concurrent_micros(
+        config.max_concurrent_micro_batches, config.model, placement, model, ranks.size
+    )
     stepper = OptimizerStep(
         build_optimizer(config.optim, parameters, None if critic_config is None else critic_config.lr),
         schedule=build_schedule(config.scheduler, config.optim.lr, config.max_steps),
         max_norm=config.optim.max_norm,
         after_step=after_step,
         compute_norm=compute_norm,
+        num_threads=None if concurrent is None or isinstance(config.optim, MuonConfig) else concurrent.num_threads,
     )
     pipeline = None
     if isinstance(model, PipelineLM):
@@ -412,9 +418,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         cuts=cuts,
         pipeline=pipeline,
         average=average,
-        concurrent=build_concurrent_micros(
-            config.max_concurrent_micro_batches, config.model, placement, model, ranks.size
-        ),
+        concurrent=concurrent,
         needs_observations=isinstance(config, TrainConfig)
         and any(loss.observation_coef for loss in (config.loss, *config.env_loss.values())),
         critic=critic,

@@ -4,7 +4,7 @@ Products of one thread and of several round differently, so a trainer cannot cha
 Micro-batches are independent: a further thread takes the next one. Losses are computed and gradients are added in the
 order of the micro-batches, whichever thread computes them, so that no bit depends on the load of the machine. While an
 engine computes beside the trainer, the system divides the cores among the threads, and none is idle before the steps
-that only one thread can compute (optimizer, publishing) are reached.
+that only one thread can compute (the norm of the gradient, publishing) are reached.
 """
 
 from __future__ import annotations

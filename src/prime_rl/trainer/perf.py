@@ -17,6 +17,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from rollouts.kernels.linear import linear
 from rollouts.training.batching import MicroBatch, Share
+from rollouts.training.numerics import using_threads
 
 WINDOW_STEPS = 10
 BF16_PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -164,11 +165,8 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 768
     if device.type == "cuda":
         return _measure_product(device, dtype, 8192, repeats, time.perf_counter)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with using_threads(1):
         return threads * _measure_product(device, dtype, size, repeats, time.thread_time)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _measure_product(

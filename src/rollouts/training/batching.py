@@ -34,6 +34,9 @@ MAX_RECOMPUTED = 1 / 4
 SHARED_SIZE = 1 / 8
 """Memory of a shared token, whose keys and values each sequence gathers, over that of a token that is computed."""
 
+MIN_BALANCE_GAIN = 0.02
+"""Least decrease of the cost of the busiest rank, of the mean cost, for which samples leave their prefix tree."""
+
 FILLER = 16
 """Maximum length of a padding sequence: many short ones need less attention compute than a long one."""
 
@@ -249,8 +252,8 @@ def pack_samples(
 
     Samples are assigned to ranks greedily, the most expensive first, each to the rank with the least cost so far; each
     rank packs by length, which minimizes padding. With `share_prefixes` samples with a common beginning are packed
-    together, see `_join_units`, and only computed tokens count. Deterministic. `ValueError` for a sample longer than
-    `seq_len`, without tokens, or with a temperature that is not above 0.
+    together, see `_join_units` and `_even_out`, and only computed tokens count. Deterministic. `ValueError` for a
+    sample longer than `seq_len`, without tokens, or with a temperature that is not above 0.
     """
     packs, _ = _plan_packs(samples, seq_len, num_ranks, rows, quadratic_cost, share_prefixes)
     out = [_build_rank(samples, rank, rows * seq_len if share_prefixes else None) for rank in packs]
@@ -299,19 +302,39 @@ def _plan_packs(
     units = [_Unit([i], n := len(sample.tokens), _cost(n, quadratic_cost)) for i, sample in enumerate(samples)]
     if share_prefixes:
         units = _join_units(units, [sample.tokens for sample in samples], rows * seq_len, num_ranks, quadratic_cost)
-    shares = assign_ranks([unit.cost for unit in units], num_ranks)
-    packs = [_pack_units([units[u] for u in share], rows * seq_len) for share in shares]
+    shares = [[units[u] for u in share] for share in assign_ranks([unit.cost for unit in units], num_ranks)]
+    _even_out(shares, rows * seq_len)
+    packs = [_pack_units(share, rows * seq_len) for share in shares]
     _equalize_num_micro_batches(packs, [len(sample.tokens) for sample in samples])
-    return packs, [sum(units[u].cost for u in share) for share in shares]
+    return packs, list(map(_sum_costs, shares))
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """Samples of one micro-batch, their memory in tokens, and their cost in tokens."""
+    """Samples of one micro-batch, their memory in tokens, and their cost in tokens.
+
+    `parts` are the units of the single samples of a prefix tree, in its order: alone, and behind the sample before it.
+    """
 
     samples: list[int]
     size: float
     cost: float
+    parts: tuple[tuple[_Unit, _Unit], ...] = ()
+
+    def cut(self, k: int) -> tuple[_Unit, _Unit]:
+        """The first `k` samples, and the others, which compute their common beginning again."""
+        return _chain(self.parts[:k]), _chain(self.parts[k:])
+
+
+def _chain(parts: tuple[tuple[_Unit, _Unit], ...]) -> _Unit:
+    """The unit of consecutive samples of a prefix tree."""
+    units = [parts[0][0], *(behind for _, behind in parts[1:])]
+    samples = [i for unit in units for i in unit.samples]
+    return _Unit(samples, sum(unit.size for unit in units), _sum_costs(units), parts)
+
+
+def _sum_costs(units: Sequence[_Unit]) -> float:
+    return sum(unit.cost for unit in units)
 
 
 def _join_units(
@@ -323,18 +346,50 @@ def _join_units(
     a rank is cut too, where the beginning costs at most MAX_RECOMPUTED of a part.
     """
     order, shared = order_by_prefix(tokens)
-    costs = [alone[i].cost - _cost(common, quadratic_cost) for i, common in zip(order, shared, strict=True)]
-    mean = sum(costs) / num_ranks if num_ranks > 1 else inf
-    units: list[_Unit] = []
-    for i, common, cost in zip(order, shared, costs, strict=True):
-        last, n = units[-1] if units else alone[i], len(tokens[i])
-        size, cost = last.size + n - common * (1 - SHARED_SIZE), last.cost + cost
+    behind = [
+        _Unit([i], len(tokens[i]) - common * (1 - SHARED_SIZE), alone[i].cost - _cost(common, quadratic_cost))
+        for i, common in zip(order, shared, strict=True)
+    ]
+    mean = _sum_costs(behind) / num_ranks if num_ranks > 1 else inf
+    trees: list[list[tuple[_Unit, _Unit]]] = []
+    size = cost = 0.0
+    for i, common, unit in zip(order, shared, behind, strict=True):
         limit = max(mean, _cost(common, quadratic_cost) / MAX_RECOMPUTED)
-        if common and common >= MIN_SHARED_FRACTION * n and size <= capacity and cost <= limit:
-            units[-1] = _Unit([*last.samples, i], size, cost)
+        is_joined = bool(trees) and common >= max(1, MIN_SHARED_FRACTION * len(tokens[i]))
+        if is_joined and size + unit.size <= capacity and cost + unit.cost <= limit:
+            trees[-1].append((alone[i], unit))
+            size, cost = size + unit.size, cost + unit.cost
         else:
-            units.append(alone[i])
-    return units
+            trees.append([(alone[i], unit)])
+            size, cost = alone[i].size, alone[i].cost
+    return [_chain(tuple(tree)) for tree in trees]
+
+
+def _even_out(shares: list[list[_Unit]], capacity: int) -> None:
+    """Move samples of a prefix tree from the busiest rank to the idlest one, in place, while that evens their costs.
+
+    Only where this saves the busiest rank more than the beginning costs, which both then compute, and no rank needs
+    another micro-batch.
+    """
+    for _ in range(len(shares) - 1):
+        loads = [_sum_costs(share) for share in shares]
+        busiest, idlest = loads.index(max(loads)), loads.index(min(loads))
+        saved = MIN_BALANCE_GAIN * sum(loads) / len(loads)
+        num_packs = max(len(_pack_units(share, capacity)) for share in shares)
+        best: tuple[list[_Unit], list[_Unit]] | None = None
+        for unit in shares[busiest]:
+            for k in range(1, len(unit.parts)):
+                stays, moves = unit.cut(k)
+                after = max(loads[busiest] - unit.cost + stays.cost, loads[idlest] + moves.cost)
+                again = stays.cost + moves.cost - unit.cost
+                if loads[busiest] - after <= max(saved, again):
+                    continue
+                new = [stays if other is unit else other for other in shares[busiest]], [*shares[idlest], moves]
+                if max(len(_pack_units(share, capacity)) for share in new) <= num_packs:
+                    saved, best = loads[busiest] - after, new
+        if best is None:
+            return
+        shares[busiest], shares[idlest] = best
 
 
 def assign_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:

@@ -17,7 +17,8 @@ Shapes below a minimum are padded, and the results of padding rows are dropped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,17 @@ KEY_BLOCK = 128
 
 TESTED_ROW_COUNTS = (4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 100)
 """Row counts tested to find the minimum for batch invariance on this machine."""
+
+
+@contextmanager
+def using_threads(num: int | None) -> Iterator[None]:
+    """Let torch compute with so many threads (None: as before), which changes the bits of sums, not of elements."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def min_rows() -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollouts.training.numerics import using_threads
+
 MAX_SKIPPED = 5
 """Training stops after this many consecutive skipped steps."""
 
@@ -27,7 +29,7 @@ class OptimizerStep:
 
     `schedule(n)` is the factor on each group's base learning rate in step n, counted from 1. `max_norm` bounds the
     global gradient norm (None: no clipping), computed by `compute_norm`. `after_step` runs after every update, for
-    example to copy parameters.
+    example to copy parameters. `num_threads` compute all but the norm, whose bits would depend on them.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class OptimizerStep:
         after_step: Callable[[], None] | None = None,
         max_skipped: int = MAX_SKIPPED,
         compute_norm: Callable[[Sequence[Tensor]], Tensor] | None = None,
+        num_threads: int | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
@@ -46,6 +49,7 @@ class OptimizerStep:
         self.after_step = after_step
         self.max_skipped = max_skipped
         self.compute_norm = compute_norm or compute_total_norm
+        self.num_threads = num_threads
         self.num_steps = 0
         self.num_skipped = 0
         self.schedule_start = 0
@@ -75,14 +79,15 @@ class OptimizerStep:
         grad_norm = float(norm)
         if not torch.isfinite(norm):
             return self.skip(f"the gradient is not finite (norm {grad_norm})", grad_norm, begins_step=begins_step)
-        if self.max_norm is not None:
-            clip_gradients(self.parameters, self.max_norm, norm)
         lr = self._begin(begins_step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with using_threads(self.num_threads):
+            if self.max_norm is not None:
+                clip_gradients(self.parameters, self.max_norm, norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.after_step is not None:
+                self.after_step()
         self._skipped_in_a_row = 0
-        if self.after_step is not None:
-            self.after_step()
         return StepReport(self.num_steps, grad_norm, lr)
 
     def skip(self, reason: str, grad_norm: float = 0.0, *, begins_step: bool = True) -> StepReport:

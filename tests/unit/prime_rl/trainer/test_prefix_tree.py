@@ -19,6 +19,7 @@ from prime_rl.trainer.forward import can_share_prefixes
 from prime_rl.trainer.models import attention
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.rl.loss import build_loss
+from rollouts.training import batching
 from rollouts.training.agent_integration import Rollout, Turn, rollout_to_samples
 from rollouts.training.batching import MicroBatch, pack_samples, pack_share
 from rollouts.training.numerics import MIN_TOKENS
@@ -273,6 +274,50 @@ def test_ranks_share_trees_by_their_cost() -> None:
     samples = [Sample(prompt="", tokens=tokens, loss_mask=[1.0] * 70) for tokens in sequences]
     packs = pack_samples(samples, SEQ_LEN, 4, share_prefixes=True)
     assert [sum(micro.num_computed for micro in rank) for rank in packs] == [2 * (50 + 2 * 20)] * 4
+
+
+def draw_groups(num: int, group: int, num_prompt: int, num_new: int) -> list[Sample]:
+    """Groups of samples with a common prompt."""
+    samples = []
+    for number in range(num * group):
+        prompt, answer = [number // group] * num_prompt, [num + number] * num_new
+        samples.append(Sample("", tokens=prompt + answer, loss_mask=[0.0] * num_prompt + [1.0] * num_new))
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "expected"),
+    [
+        pytest.param(3, [[248], [248]], id="a group is divided"),
+        pytest.param(4, [[304], [304]], id="even without"),
+        pytest.param(7, [[304, 248], [304, 248]], id="several micro-batches"),
+    ],
+)
+def test_an_odd_group_is_divided_between_ranks(num_groups: int, expected: list[list[int]]) -> None:
+    """Groups of 8 x 14 tokens behind 40: a half of one costs 96, two of them 40 more than the whole."""
+    packs = pack_samples(draw_groups(num_groups, 8, 40, 14), 128, 2, rows=4, share_prefixes=True)
+    assert [[micro.num_computed for micro in rank] for rank in packs] == expected
+
+
+def test_a_long_prompt_is_not_computed_twice_for_balance() -> None:
+    packs = pack_samples(draw_groups(3, 8, 110, 2), 128, 2, rows=4, share_prefixes=True)
+    assert sorted(sum(micro.num_computed for micro in rank) for rank in packs) == [126, 252]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(120, 2000))
+def test_evening_out_keeps_samples_and_capacity(data: st.DataObject, num_ranks: int, capacity: int) -> None:
+    """Every sample is in one micro-batch, and the busiest rank has at most what whole groups would give it."""
+    shapes = st.tuples(st.integers(1, 9), st.integers(1, 60), st.integers(1, 50))
+    samples = [s for shape in data.draw(st.lists(shapes, min_size=1, max_size=9)) for s in draw_groups(1, *shape)]
+    for i, sample in enumerate(samples):
+        sample.tokens[-1] = i
+    packs, costs = batching._plan_packs(samples, capacity, num_ranks, 1, 0.0, share_prefixes=True)
+    assert sorted(i for rank in packs for micro in rank for i in micro) == list(range(len(samples)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "_even_out", lambda shares, capacity: None)
+        whole, whole_costs = batching._plan_packs(samples, capacity, num_ranks, 1, 0.0, share_prefixes=True)
+    assert max(costs) <= max(whole_costs) + 1e-9 and len(packs[0]) <= len(whole[0])
 
 
 def test_flash_attention_shares_no_prefixes(exact: Backend) -> None:

@@ -297,6 +297,28 @@ def test_step_uses_global_count_and_clips_norm() -> None:
         stepper.backward(parameter.sum(), 0)
 
 
+def test_bits_of_a_step_do_not_depend_on_threads() -> None:
+    """Sizes that several threads share, in parts that do not end at whole vectors."""
+
+    def run(num_threads: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.ParameterList(nn.Parameter(torch.randn(size).bfloat16().float()) for size in (300_007, 99_991, 5))
+        masters = MasterWeights(model, torch.bfloat16)
+        optimizer = torch.optim.AdamW(masters.by_name.values(), lr=1e-3, fused=True)
+        options = {"after_step": masters.write_back, "max_norm": 0.1, "num_threads": num_threads}
+        stepper = OptimizerStep(optimizer, **options)
+        for _ in range(3):
+            for master in masters.by_name.values():
+                master.grad = torch.randn_like(master)
+            stepper.step()
+        return [*masters.by_name.values(), *model.parameters()]
+
+    expected = run(None)
+    for num_threads in (2, 3):
+        assert all(map(torch.equal, run(num_threads), expected))
+    assert torch.get_num_threads() == 1
+
+
 def test_out_of_memory_error_has_advice(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(*arguments: Any, **options: Any) -> None:
         torch.empty(2**60, dtype=torch.uint8)
