@@ -9,8 +9,6 @@ import os
 import socket
 from pathlib import Path
 
-HUGE_PAGE = 1 << 21
-
 
 def check_port_free(host: str | None, port: int, key: str = "inference.server.port") -> None:
     """Raise `ValueError` naming `key` and a fix if `port` is in use."""
@@ -94,7 +92,7 @@ def _reserve_heap(libc: ctypes.CDLL, size: int) -> None:
     block = libc.malloc(size)
     if block is None:  # a limit of the process
         return
-    start = -(-block // HUGE_PAGE) * HUGE_PAGE
+    start = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(max(block + size - start, 0)), mmap.MADV_HUGEPAGE)
     libc.free(block)
