@@ -232,7 +232,7 @@ def measure_update(model: CausalLM, tiny: bool, recorder: GraphCapturer, repeats
     for version in range(repeats + 1):
         for _ in range(8):
             engine.step()
-        times.append(clock(model.embedding().device, lambda v=version: engine.load_weights(tensors, v)))
+        times.append(clock(model.embedding().device, lambda v=version: engine.load_weights(tensors, v)()))
     gigabytes = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
     pause = 1000 * statistics.median(times[1:])
     return Row("update pause (ms)", pause, "<=", None if tiny else 20, f"{gigabytes:.2g} GB, digests included")

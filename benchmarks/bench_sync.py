@@ -154,7 +154,7 @@ def main() -> int:
             "read and verify": lambda i: verify_tensors(read_tensors(published(i)), read_manifest(published(i))),
             "offer to a process group (copy, hash)": lambda i: trainer.offer(0, tensors, None),
             "receive over it and verify": lambda i: receive_weights(trainer.address, 0, "bench", torch.device("cpu")),
-            "engine takes them (fill, lay out, digest)": lambda i: engine.load_weights(tensors, i + 1),
+            "engine takes them (fill, lay out, digest)": lambda i: engine.load_weights(tensors, i + 1)(),
         }
         plain = 0.0
         for name, work in works.items():

@@ -164,7 +164,7 @@ def check_update(context: Context) -> Measured:
     bench.start(engine, 4, 16, 24, 0)
     for _ in range(8):
         engine.step()
-    found = engine.load_weights(published, 1)
+    found = engine.load_weights(published, 1)()
     while engine.has_work():
         engine.step()
     fresh = EmbeddedEngine(newer, exact=False, max_model_len=SEQ_LEN)

@@ -18,6 +18,9 @@ TopLogprobs = list[tuple[int, float]]
 FULL = -1
 """`prompt_logprobs = FULL` returns the full distribution of every position; for callers in the same process."""
 
+ComputeDigests = Callable[[], dict[str, str]]
+"""Computes the digest of every loaded tensor, in any thread, while the engine steps, until the next update."""
+
 IDLE_GAP_S = 0.02
 """Steps closer than this form one busy interval."""
 MAX_INTERVAL_S = 1.0
@@ -227,9 +230,8 @@ class GenerationEngine(Protocol):
     def step(self) -> list[Event]:
         """Run one forward pass: a chunk of prompts, or one token for every running sequence."""
 
-    def load_weights(self, weights: Any, version: int, /) -> dict[str, str]:
-        """Replace the weights between two steps by those read by the `WeightSource`; returns the digest of every
-        loaded tensor."""
+    def load_weights(self, weights: Any, version: int, /) -> ComputeDigests:
+        """Replace the weights between two steps by those read by the `WeightSource`."""
 
     def load_adapter(self, name: str, weights: Any, spec: AdapterSpec, /) -> dict[str, str]:
         """Add or replace a LoRA adapter read by the `WeightSource`; returns the digest of every loaded tensor."""

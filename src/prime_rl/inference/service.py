@@ -22,7 +22,7 @@ from prime_rl.inference.async_engine import AsyncEngine
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.detokenizer import Decode, TokenNames, build_decode
 from prime_rl.inference.encoding import Encoder, PromptCache
-from prime_rl.inference.engine import AdapterSpec, EngineUnavailable, GenerationEngine, derive_seed
+from prime_rl.inference.engine import AdapterSpec, ComputeDigests, EngineUnavailable, GenerationEngine, derive_seed
 from prime_rl.inference.intake import Workers
 from prime_rl.inference.request_parsing import ApiError, Json, check_token_ids, parse_chat
 from prime_rl.inference.responses import Writer
@@ -178,25 +178,25 @@ class ServerState:
         if broadcast is None:
             raise ApiError(NO_TRAINER, 409, "weight_dir")
 
-        def swap(engine: GenerationEngine, found: ReceivedWeights) -> tuple[int, Json]:
+        def swap(engine: GenerationEngine, found: ReceivedWeights) -> tuple[int, ComputeDigests]:
             if found.adapter_config is None:
                 return self._swap_model(engine, found.tensors, step)
             return self._swap_adapter(engine, found.tensors, build_spec(found.adapter_config, step, "the trainer"))
 
         return await self._update(lambda: self.weights.receive_step(broadcast, step), swap)
 
-    def _swap_model(self, engine: GenerationEngine, weights: Any, version: int) -> tuple[int, Json]:
-        digests = engine.load_weights(weights, version)
+    def _swap_model(self, engine: GenerationEngine, weights: Any, version: int) -> tuple[int, ComputeDigests]:
+        compute_digests = engine.load_weights(weights, version)
         if self._has_policy:
             engine.remove_adapter(POLICY)
             self._has_policy = False
-        return version, digests
+        return version, compute_digests
 
-    def _swap_adapter(self, engine: GenerationEngine, weights: Any, spec: AdapterSpec) -> tuple[int, Json]:
+    def _swap_adapter(self, engine: GenerationEngine, weights: Any, spec: AdapterSpec) -> tuple[int, ComputeDigests]:
         self._check_rank(spec)
         digests = engine.load_adapter(POLICY, weights, spec)
         self._has_policy = True
-        return spec.version, digests
+        return spec.version, lambda: digests
 
     async def load_adapter(self, name: str, directory: Path) -> Json:
         """Serve an adapter alongside the model; replaces one of the same name."""
@@ -224,23 +224,28 @@ class ServerState:
         await self.engine.call(lambda engine: engine.remove_adapter(name))
         return {"status": "ok", "lora_name": name}
 
-    async def _update(self, read: Callable[[], T], swap: Callable[[GenerationEngine, T], tuple[int, Json]]) -> Json:
+    async def _update(
+        self, read: Callable[[], T], swap: Callable[[GenerationEngine, T], tuple[int, ComputeDigests]]
+    ) -> Json:
         async with self._updating:
             start = time.time()
             try:
                 found = await asyncio.to_thread(read)
-                paused, (version, digests) = await self.engine.call(lambda engine: (time.time(), swap(engine, found)))
+                paused, (version, compute_digests), resumed = await self.engine.call(
+                    lambda engine: (time.time(), swap(engine, found), time.time())
+                )
             except (ValueError, OSError) as error:
                 logger.warning(f"Weight update failed, version {self.version} stays in service: {error}")
                 status = 503 if isinstance(error, BroadcastFailed | EngineUnavailable) else 400
                 raise ApiError(str(error), status, "weight_dir") from error
-            end = time.time()
             self.num_updates += 1
             self.awaits_weights = False
-            logger.info(f"Loaded weights version={version} in {end - start:.2f} s, paused {end - paused:.3f} s")
+            digests = await asyncio.to_thread(compute_digests)
+            total_s, paused_s = time.time() - start, resumed - paused
+            logger.info(f"Loaded weights version={version} in {total_s:.2f} s, paused {paused_s:.3f} s")
             if self.monitor is not None:
-                self.monitor.log_timeline("update_weights", paused, end, version)
-                self.monitor.log(self._metrics(end - start, end - paused), version)
+                self.monitor.log_timeline("update_weights", paused, resumed, version)
+                self.monitor.log(self._metrics(total_s, paused_s), version)
             return {"status": "ok", "version": version, "digests": digests} | self.numerics
 
     @property

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from prime_rl.inference.embedded.step_costs import StepCosts
 from prime_rl.inference.engine import (
     FULL,
     AdapterSpec,
+    ComputeDigests,
     EngineStats,
     Event,
     GenerationRequest,
@@ -272,8 +274,8 @@ class EmbeddedEngine(InProcessEngineMixin):
         return events
 
     @torch.no_grad()
-    def load_weights(self, tensors: dict[str, Tensor], version: int) -> dict[str, str]:
-        """Copy `tensors` into the weights in place; returns the digest of every loaded tensor.
+    def load_weights(self, tensors: dict[str, Tensor], version: int) -> ComputeDigests:
+        """Copy `tensors` into the weights in place.
 
         A tensor published in another dtype is digested in that dtype, so equal digests imply lossless loading.
         `ValueError` without changes if names or shapes do not match.
@@ -285,9 +287,11 @@ class EmbeddedEngine(InProcessEngineMixin):
                     parameter.copy_(parameter.to(self.dtype))
         self._decoder.refresh(given)
         self._change_version(version)
-        return digest_tensors(
-            (name, held.to(tensors[name].dtype) if name in tensors else held) for name, held in self.tensors().items()
-        )
+        compute = partial(_digest, self.tensors(), {name: tensor.dtype for name, tensor in tensors.items()})
+        if self._decoder.device.type == "cpu":
+            return compute
+        digests = compute()  # now: other threads must not use a GPU while a graph is captured
+        return lambda: digests
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The weights by the names of the checkpoint, possibly in a wider dtype; each is read when it is looked up."""
@@ -378,6 +382,12 @@ class EmbeddedEngine(InProcessEngineMixin):
         """Bytes of the keys and values of a token."""
         config = self._cache_config
         return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
+
+
+@torch.no_grad()
+def _digest(held: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """Digests of tensors in the dtypes in which they were published."""
+    return digest_tensors((name, tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in held.items())
 
 
 def machine_memory() -> int:

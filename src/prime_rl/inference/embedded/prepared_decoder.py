@@ -57,15 +57,15 @@ class PackedLinear:
         """Whether the layers' weights exist in the kernel's layout only."""
         self.refresh({})
 
-    def refresh(self, new: Mapping[str, Tensor]) -> None:
+    def refresh(self, new: Mapping[str, Tensor], scratch: Tensor | None = None) -> None:
         """Repack the weights after an update, in the same memory except for weights that oneDNN packs.
 
-        Those that the layers lack are taken from `new`.
+        Those that the layers lack are taken from `new`, with `scratch`: `scratch_size` elements of the kernel's dtype.
         """
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
         self.bias = concat(biases, self.bias) if biases else None
         if self.kernel is not None:
-            self.kernel.update(self._join(new) if self.is_released else self._concat().to(self.kernel.dtype))
+            self.kernel.update(self._join(new, scratch) if self.is_released else self._concat().to(self.kernel.dtype))
             return
         weight = self._concat()
         if has_kernel(weight, self._exact):
@@ -103,10 +103,17 @@ class PackedLinear:
     def _concat(self) -> Tensor:
         return concat([layer.weight for layer in self._layers], self.weight)
 
-    def _join(self, new: Mapping[str, Tensor]) -> Tensor:
+    @property
+    def scratch_size(self) -> int:
+        """Elements that `refresh` needs."""
+        return self.kernel.outputs * self.kernel.inputs if self.kernel is not None and self.is_released else 0
+
+    def _join(self, new: Mapping[str, Tensor], scratch: Tensor | None) -> Tensor:
         """As `_concat`, of weights in `new`, which may be mapped from a file, in the kernel's dtype."""
-        assert self.kernel is not None
-        joined = torch.empty(self.kernel.outputs, self.kernel.inputs, dtype=self.kernel.dtype)
+        assert self.kernel is not None and scratch is not None
+        if len(self.parts) == 1 and new[self.weight_names[0]].dtype == self.kernel.dtype:
+            return new[self.weight_names[0]]
+        joined = scratch[: self.scratch_size].view(self.kernel.outputs, self.kernel.inputs)
         for name, (_, start, end) in zip(self.weight_names, self.parts, strict=True):
             copy_tensor(new, name, joined[start:end])
         return joined
@@ -189,10 +196,10 @@ class PreparedLayer:
         """The layer's packed products."""
         return [self.qkv, self.out, self.gate_up, self.down] if self.mlp is None else [self.qkv, self.out]
 
-    def refresh(self, new: Mapping[str, Tensor]) -> None:
+    def refresh(self, new: Mapping[str, Tensor], scratch: Tensor) -> None:
         """Repack the weights after an update."""
         for product in self.products:
-            product.refresh(new)
+            product.refresh(new, scratch)
         self._join_norms()
 
     def _join_norms(self) -> None:
@@ -405,16 +412,22 @@ class PreparedDecoder:
         """
         if self.head is None:
             return
+        size = max(product.scratch_size for product in self._products)
+        scratch = torch.empty(size, dtype=self.dtype)  # one for all, since fresh memory costs page faults
         for layer in self.layers:
-            layer.refresh(new)
-        self.head.refresh(new)
+            layer.refresh(new, scratch)
+        self.head.refresh(new, scratch)
         if self.layers:
             self._build_fused(self.head)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's tensors by the names of its checkpoint."""
+        return HeldTensors(tensor_names(self.model), self._products)
+
+    @property
+    def _products(self) -> list[PackedLinear]:
         products = [product for layer in self.layers for product in layer.products]
-        return HeldTensors(tensor_names(self.model), [*products, *([] if self.head is None else [self.head])])
+        return products if self.head is None else [*products, self.head]
 
     def addresses(self, length: int) -> list[int]:
         """Addresses of all tensors that a step reads, for positions below `length`, except the cache."""

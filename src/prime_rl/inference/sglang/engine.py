@@ -25,6 +25,7 @@ from loguru import logger
 from prime_rl.inference.detokenizer import Decode
 from prime_rl.inference.engine import (
     AdapterSpec,
+    ComputeDigests,
     EngineStats,
     EngineUnavailable,
     Event,
@@ -146,11 +147,11 @@ class SGLangGateway:
             raise self._crash
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def load_weights(self, weights: Path, version: int) -> dict[str, str]:
-        """Make the server load a directory and verify it with its canary; returns no digests, as SGLang exposes none.
+    def load_weights(self, weights: Path, version: int) -> ComputeDigests:
+        """Make the server load a directory and verify it with its canary; there are no digests, as SGLang exposes none.
         On failure, restores the previous weights and raises `ValueError`."""
         self._await(self._load(LoadedWeights(weights, version)))
-        return {}
+        return dict
 
     def load_adapter(self, name: str, weights: Path, spec: AdapterSpec) -> dict[str, str]:
         """Add or replace a LoRA adapter; running requests finish with their original adapter. No digests."""

@@ -691,7 +691,7 @@ def test_bf16_is_exact() -> None:
         served = {5: adapted} if output.request.adapter else {0: models[0]}
         assert check_exact(output, served, kept=bf16) == 12
     published = {name: tensor.to(bf16) for name, tensor in tensor_names(models[1]).items()}
-    assert engine.load_weights(published, 1) == {name: digest_tensor(t) for name, t in published.items()}
+    assert engine.load_weights(published, 1)() == {name: digest_tensor(t) for name, t in published.items()}
     (output,) = run(engine, request(prompt, max_tokens=20))
     check_exact(output, {1: models[1]}, kept=bf16)
     engine.load_weights(tensor_names(build_model(1)), 2)
@@ -715,7 +715,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
 
 def test_digests_match_the_loaded_tensors() -> None:
     engine, new = EmbeddedEngine(build_model(0)), tensor_names(build_model(1))
-    assert engine.load_weights(new, 7) == {name: digest_tensor(tensor) for name, tensor in new.items()}
+    assert engine.load_weights(new, 7)() == {name: digest_tensor(tensor) for name, tensor in new.items()}
     assert engine.version == 7
 
 

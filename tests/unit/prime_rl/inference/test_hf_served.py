@@ -107,7 +107,7 @@ def test_sampled_logprobs_before_and_after_an_update(family: str, tmp_path: Path
     tensors = {name: t.clone() for name, t in tensor_names(load_causal_lm(later)).items()}
     for version, theirs in enumerate((first, second)):
         if version:
-            digests = engine.load_weights(tensors, version)
+            digests = engine.load_weights(tensors, version)()
             assert digests.keys() == tensors.keys()
         outputs = generate(engine)
         for output, by_trainer in zip(outputs, score_by_trainer(model, outputs), strict=True):

@@ -81,7 +81,7 @@ def test_results_and_digests_are_those_of_a_shared_model(model_dir: Path, dtype:
     assert run(owned) == run(shared)
     new = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensor_names(build(model_dir, 1)).items()}
     digests = {name: digest_tensor(tensor) for name, tensor in new.items()}
-    assert owned.load_weights(new, 1) == shared.load_weights(new, 1) == digests
+    assert owned.load_weights(new, 1)() == shared.load_weights(new, 1)() == digests
     assert run(owned) == run(shared)
     assert owned.tensors().keys() == new.keys() and len(owned.tensors()) == len(new)
     for name, tensor in owned.tensors().items():
@@ -111,7 +111,7 @@ def test_weights_mapped_from_a_float32_file_are_rounded(model_dir: Path, dtype: 
     new = build(model_dir, 1)
     tensors = {name: tensor.contiguous() for name, tensor in tensor_names(new).items()}
     save_tensors(tensors, model_dir / "model.safetensors")
-    digests = engine.load_weights(MappedTensors(read_files(model_dir)), 1)
+    digests = engine.load_weights(MappedTensors(read_files(model_dir)), 1)()
     assert run(engine) == run(EmbeddedEngine(new.to(DTYPES[dtype])))
     rounded = {name: tensor.to(DTYPES[dtype]).float() for name, tensor in tensors.items()}
     assert digests == {name: digest_tensor(tensor) for name, tensor in rounded.items()}
@@ -174,5 +174,5 @@ def test_quantized_weights_keep_their_originals(model_dir: Path, dtype: str) -> 
     assert run(owned) == run(shared)
     new = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensor_names(build(model_dir, 1)).items()}
     digests = {name: digest_tensor(tensor) for name, tensor in new.items()}
-    assert owned.load_weights(new, 1) == shared.load_weights(new, 1) == digests
+    assert owned.load_weights(new, 1)() == shared.load_weights(new, 1)() == digests
     assert run(owned) == run(shared)

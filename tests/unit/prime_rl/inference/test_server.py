@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from inspect import getsource
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.registry import load_decoder
-from prime_rl.transport.weights import publish_weights
+from prime_rl.transport.digests import digest_tensors
+from prime_rl.transport.weights import digest_tensor, publish_weights
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.weight_sync import PrimeEngine
 
@@ -335,6 +337,31 @@ def test_the_step_before_an_update_is_no_part_of_its_pause(tmp_path: Path, monke
         (row,) = [row for row in rows if "time/update_weights" in row]
         assert 0 < row["time/update_weights_pause"] < row["time/update_weights"] - 0.5
     finally:
+        server.stop()
+
+
+def test_requests_run_while_new_weights_are_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = RunningServer(tmp_path)
+    is_digesting, answered = threading.Event(), threading.Event()
+
+    def digest_late(tensors: Any) -> dict[str, str]:
+        is_digesting.set()
+        assert answered.wait(DEADLINE_S)
+        return digest_tensors(tensors)
+
+    monkeypatch.setattr("prime_rl.inference.embedded.engine.digest_tensors", digest_late)
+    try:
+        published = publish(tmp_path, 3)
+        with ThreadPoolExecutor(1) as pool:
+            update = pool.submit(server.post, "/update_weights", {"weight_dir": str(tmp_path / "weights/step_3")})
+            assert is_digesting.wait(DEADLINE_S)
+            reply = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).json()
+            assert reply["choices"][0]["versions"] == [[0, 3]] and not update.done()
+            answered.set()
+            answer = update.result(DEADLINE_S).json()
+        assert answer["digests"] == {name: digest_tensor(tensor) for name, tensor in tensor_names(published).items()}
+    finally:
+        answered.set()
         server.stop()
 
 

@@ -146,7 +146,7 @@ def test_updates_are_verified_and_corrupt_tensors_refused(directory: Path, tmp_p
     tensors, version = reader.read_step(published)
     engine = EmbeddedEngine(load_decoder(directory), max_model_len=128, max_cache_tokens=4096)
     assert score(engine, canary) != canary.logprobs, "training must have changed the model"
-    digests = engine.load_weights(tensors, version)
+    digests = engine.load_weights(tensors, version)()
     assert digests == {name: entry.digest for name, entry in read_manifest(published).tensors.items()}
     assert canary.exact and score(engine, canary) == canary.logprobs
 

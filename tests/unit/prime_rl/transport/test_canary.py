@@ -127,7 +127,7 @@ def test_bfloat16_is_as_exact_as_float32(lora: dict[str, Any] | None, tmp_path: 
     engine = EmbeddedEngine(load_decoder(base / "step_0", dtype=torch.bfloat16))
     name = None if lora is None else "a"
     if name is None:
-        digests = engine.load_weights(published, 1)
+        digests = engine.load_weights(published, 1)()
     else:
         digests = engine.load_adapter(name, published, AdapterSpec(2, 32.0, 1))
     assert digests == {key: digest_tensor(tensor) for key, tensor in published.items()}
@@ -265,7 +265,7 @@ def test_a_fault_after_the_digests_is_found(backend: Backend, fault: str, exact:
     """The engine holds what was published; then one tensor of it changes."""
     canary, published = backend.compute_canary(1, [[65, 66, 67, 68] * 5]), backend.export_state_dict()
     engine = EmbeddedEngine(load_decoder(backend.model_dir, random_init=True, seed=9), exact=exact)
-    assert engine.load_weights(published, 1) == {key: digest_tensor(tensor) for key, tensor in published.items()}
+    assert engine.load_weights(published, 1)() == {key: digest_tensor(tensor) for key, tensor in published.items()}
     assert compare_canary(canary, score(engine, canary), exact=exact, dtype="float32") is None
     name, rows, factor = FAULTS[fault]
     changed = {key: tensor.clone() for key, tensor in published.items()}

@@ -256,7 +256,7 @@ def published(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[RunDir, E
 
 def load(run: RunDir, engine: EmbeddedEngine, reader: WeightReader, step: int) -> None:
     path = step_path(run.broadcasts, step)
-    digests = engine.load_weights(*reader.read_step(path))
+    digests = engine.load_weights(*reader.read_step(path))()
     assert digests == {name: entry.digest for name, entry in read_manifest(path).tensors.items()}
     assert engine.version == step
 

@@ -481,7 +481,7 @@ def test_int8_decode_is_close_to_trainer(name: str, dtype: torch.dtype) -> None:
     assert output.prompt_logprobs is not None
     torch.testing.assert_close(list(output.prompt_logprobs.logprobs), outputs[0].logprobs, rtol=0, atol=1e-5)
     tensors = {key: tensor + 0.1 * draw(*tensor.shape) for key, tensor in causal_lm.tensor_names(model).items()}
-    digests = engine.load_weights(tensors, 1)
+    digests = engine.load_weights(tensors, 1)()
     fresh = EmbeddedEngine(build(dtype, **SHAPES[name]), quantization="int8", **options)
     assert digests == {k: digest_tensor(t.to(dtype).to(t.dtype)) for k, t in tensors.items()}
     fresh.load_weights(tensors, 1)
