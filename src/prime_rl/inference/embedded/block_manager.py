@@ -45,17 +45,21 @@ class BlockManager(ABC):
     def extend(self, running: list[Sequence]) -> None:
         """Give the running sequences the memory of their next token, which is reserved."""
 
-    def prepare(self, seq: Sequence) -> bool:
-        """Share a prefix with another sequence; False if that one is still computing it.
+    def prepare(self, seq: Sequence) -> Sequence | None:
+        """Share a prefix with another sequence; returns that one, without changes, if it is still computing it.
 
         The last token is always computed, for its logits.
         """
         if not seq.is_registered and self.enable_prefix_caching:
-            if seq.num_cached == 0 and not self._share(seq):
-                return False
-            seq.is_registered = True
-            self.prefixes.register(seq, len(seq.tokens), seq.cache_namespace)
-        return True
+            if seq.num_cached == 0 and (owner := self._share(seq)) is not None:
+                return owner
+            self._register(seq)
+        return None
+
+    def copy(self, owner: Sequence, seq: Sequence) -> None:
+        """Share all tokens of a sequence with one that has the same tokens and waited for it (`prepare`)."""
+        self._share_with(seq, owner, len(seq.tokens), len(seq.tokens))
+        self._register(seq)
 
     def keep(self, seq: Sequence) -> None:
         """Keep the keys of a finished sequence in the prefix cache."""
@@ -100,21 +104,28 @@ class BlockManager(ABC):
         """Give an empty slot to a sequence."""
         seq.slot, seq.epoch = slot, self._epoch
 
-    def _share(self, seq: Sequence) -> bool:
+    def _register(self, seq: Sequence) -> None:
+        seq.is_registered = True
+        self.prefixes.register(seq, len(seq.tokens), seq.cache_namespace)
+
+    def _share(self, seq: Sequence) -> Sequence | None:
         owner, shared = self.prefixes.find(seq.tokens, seq.cache_namespace)
         if seq.wants_scores:  # positions that predict scored tokens must be computed
             shared = min(shared, seq.params.prompt_start - 1)
         num_cached = min(shared, len(seq.tokens) - 1)
         if owner is None or num_cached < STRIDE:
-            return True
+            return None
         if isinstance(owner, Sequence) and owner.num_cached < min(num_cached, len(owner.tokens) - 1):
-            return False
+            return owner
         shared = min(shared, owner.num_cached)
-        seq.num_cached = min(num_cached, shared)
-        seq.num_shared = min(seq.num_cached, seq.num_prompt)
-        self.num_shared += seq.num_cached
+        self._share_with(seq, owner, min(num_cached, shared), shared)
+        return None
+
+    def _share_with(self, seq: Sequence, owner: PrefixOwner, num_cached: int, shared: int) -> None:
+        seq.num_cached = num_cached
+        seq.num_shared = min(num_cached, seq.num_prompt)
+        self.num_shared += num_cached
         self._read(owner, seq, shared)
-        return True
 
     @abstractmethod
     def _read(self, owner: PrefixOwner, seq: Sequence, shared: int) -> None:

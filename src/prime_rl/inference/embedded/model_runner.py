@@ -190,13 +190,15 @@ class ModelRunner:
         return self._prefill(batch) if batch.chunks else self._decode(batch)
 
     def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:
-        seqs, metadata = batch.sequences, self._blocks.prefill_metadata(batch.sequences, batch.chunks)
-        sampled = [i for i in batch.completed if seqs[i].params.max_tokens]
+        metadata, sampled = self._blocks.prefill_metadata(batch.sequences, batch.chunks), batch.sampled
+        wanted = sorted({i for i, _ in sampled})
         compute = self._compute_rows if batch.as_rows else self._compute_chunks
-        logits = compute(batch, metadata, sampled)
+        logits = compute(batch, metadata, wanted)
         if not sampled:
             return None
-        rows = [seqs[i] for i in sampled]
+        rows = [seq for _, seq in sampled]
+        if len(rows) > len(wanted):
+            logits = logits[[wanted.index(i) for i, _ in sampled]]
         return sample(logits, build_sampling_batch(rows, self._device), np.array([len(seq.tokens) for seq in rows]))
 
     def _compute_rows(

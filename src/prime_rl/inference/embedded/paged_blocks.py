@@ -129,14 +129,17 @@ class PagedBlocks(BlockManager):
             if seq.pages:
                 self._allocate(seq)
 
-    def prepare(self, seq: Sequence) -> bool:
+    def prepare(self, seq: Sequence) -> Sequence | None:
         """As `BlockManager`, and give the sequence the memory of its tokens and the next one."""
-        if not super().prepare(seq):
-            return False
-        have, need = len(seq.pages), num_blocks(len(seq.tokens) + 1)
-        self._reserve([0] * have + [1] * (need - have))  # more than is promised if that of an equal prompt was removed
-        self._allocate(seq)
-        return True
+        owner = super().prepare(seq)
+        if owner is None:
+            self._complete(seq)
+        return owner
+
+    def copy(self, owner: Sequence, seq: Sequence) -> None:
+        """As `BlockManager`, and give the sequence the memory of the next token."""
+        super().copy(owner, seq)
+        self._complete(seq)
 
     def release(self, seq: Sequence, running: list[Sequence]) -> None:
         """As `BlockManager`: rows that share pages stay adjacent."""
@@ -193,6 +196,11 @@ class PagedBlocks(BlockManager):
     def _drop(self, prefix: CachedPrefix) -> None:
         for j, page in enumerate(prefix.pages):
             self._pool.drop(j, page)
+
+    def _complete(self, seq: Sequence) -> None:
+        have, need = len(seq.pages), num_blocks(len(seq.tokens) + 1)
+        self._reserve([0] * have + [1] * (need - have))  # more than is promised if that of an equal prompt was removed
+        self._allocate(seq)
 
     def _allocate(self, seq: Sequence) -> None:
         for j in range(len(seq.pages), num_blocks(len(seq.tokens) + 1)):

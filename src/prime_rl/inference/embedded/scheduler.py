@@ -57,6 +57,8 @@ class ScheduledBatch:
     """The step has been started already, of these sequences and maybe others, which have ended since."""
     as_rows: bool = False
     """A decode step computes the chunks, a row for each token; those of decoding sequences are their last token."""
+    copies: dict[int, list[Sequence]] = field(default_factory=dict)
+    """Sequences with the tokens of `sequences[i]`, which this pass completes: they get its keys and its logits."""
 
     @property
     def all_drafts(self) -> Drafts:
@@ -68,6 +70,12 @@ class ScheduledBatch:
         """Indices of the chunks that complete a prompt."""
         pairs = enumerate(zip(self.sequences, self.chunks, strict=True))
         return [i for i, (seq, chunk) in pairs if chunk.start + chunk.length == len(seq.tokens)]
+
+    @property
+    def sampled(self) -> list[tuple[int, Sequence]]:
+        """The sequences that get a token from a pass over chunks, each with the index of the chunk."""
+        rows = ((i, seq) for i in self.completed for seq in (self.sequences[i], *self.copies.get(i, ())))
+        return [(i, seq) for i, seq in rows if seq.params.max_tokens]
 
 
 @dataclass
@@ -106,13 +114,11 @@ class Scheduler:
         self._ensure_capacity()
         if left := [seq for seq in in_flight if seq.slot >= 0]:
             return ScheduledBatch(left, [], admitted, self._revision, in_flight=True)
-        chosen, as_rows = self._next_pass() if self._pending else ([], False)
-        if not chosen:
+        if not self._pending or not (batch := self._next_pass(admitted)).sequences:
             is_closed = not self.waiting and not self._is_fed
             drafts = self.drafter.propose(self.running, is_closed) if self.drafter is not None else []
             return ScheduledBatch(self.running, [], admitted, self._revision, drafts)
-        seqs, chunks = zip(*chosen, strict=True)
-        return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision, as_rows=as_rows)
+        return batch
 
     def postprocess(self, batch: ScheduledBatch, sampled: SamplerOutput | None, seconds: float) -> list[Event]:
         """Append the sampled tokens and finish completed sequences; returns stream updates, then outputs.
@@ -133,10 +139,13 @@ class Scheduler:
         if not completed:
             return []
         self._change()
+        for i, copies in batch.copies.items():
+            for seq in copies:
+                self.blocks.copy(batch.sequences[i], seq)
         self._pending = [seq for seq in self._pending if seq.num_cached < len(seq.tokens)]
         events = self._finish([(seq, seq.output("length")) for seq in completed if not seq.params.max_tokens])
         if sampled is not None:
-            events += self._append([seq for seq in completed if seq.params.max_tokens], sampled)
+            events += self._append([seq for _, seq in batch.sampled], sampled)
         return events
 
     def remove(self, seq: Sequence) -> None:
@@ -207,20 +216,22 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.num_preempted += 1
 
-    def _next_pass(self) -> tuple[list[tuple[Sequence, Chunk]], bool]:
-        """Chunks of pending prompts, and whether a decode step computes them, with a token of the other sequences.
+    def _next_pass(self, admitted: list[Sequence]) -> ScheduledBatch:
+        """Chunks of pending prompts; if a decode step computes them, with a token of the other sequences.
 
         It computes these tokens alone if the sequences have waited for `MAX_WAIT_S`.
         """
         decoding = self._decoding_beside_chunks()
         budget = self.max_num_batched_tokens
-        chosen = self._next_chunks(min(budget, TOKENS_BESIDE_DECODING) if decoding else budget)
+        chosen, waiting = self._next_chunks(min(budget, TOKENS_BESIDE_DECODING) if decoding else budget)
         as_rows = self._fit_rows(chosen)
         if not as_rows and decoding and self._waited_s > MAX_WAIT_S:
-            chosen, as_rows = [], True
+            chosen, waiting, as_rows = [], [], True
+        copies = _find_copies(chosen, waiting)
         if as_rows:
             chosen += [(seq, Chunk(len(seq.tokens) - 1, 1)) for seq in decoding]
-        return chosen, as_rows
+        seqs, chunks = [seq for seq, _ in chosen], [chunk for _, chunk in chosen]
+        return ScheduledBatch(seqs, chunks, admitted, self._revision, as_rows=as_rows, copies=copies)
 
     def _decoding_beside_chunks(self) -> list[Sequence]:
         """The sequences without a pending prompt, if a decode step can compute them without the others."""
@@ -229,12 +240,17 @@ class Scheduler:
         pending = set(map(id, self._pending))
         return [seq for seq in self.running if id(seq) not in pending]
 
-    def _next_chunks(self, budget: int) -> list[tuple[Sequence, Chunk]]:
-        """Select the next prefill pass within `budget` padded tokens; empty if all prompts are cached."""
+    def _next_chunks(self, budget: int) -> tuple[list[tuple[Sequence, Chunk]], list[tuple[Sequence, Sequence]]]:
+        """Select the next prefill pass within `budget` padded tokens; empty if all prompts are cached.
+
+        Also returns sequences that share a prefix with another one, after it, which computes the prefix now.
+        """
         chosen: list[tuple[Sequence, Chunk]] = []
+        waiting: list[tuple[Sequence, Sequence]] = []
         rows = keys = 0
         for seq in self._pending:
-            if not self.blocks.prepare(seq):
+            if (owner := self.blocks.prepare(seq)) is not None:
+                waiting.append((owner, seq))
                 continue
             left = len(seq.tokens) - seq.num_cached
             if not self.pads_chunks:
@@ -250,7 +266,7 @@ class Scheduler:
                 break
             rows, keys = new_rows, new_keys
             chosen.append((seq, Chunk(seq.num_cached, length)))
-        return chosen
+        return chosen, waiting
 
     def _fit_rows(self, chunks: list[tuple[Sequence, Chunk]]) -> bool:
         """Whether a decode step should compute these chunks.
@@ -306,10 +322,22 @@ class Scheduler:
             else:
                 self.blocks.keep(seq)
             if self.drafter is not None and seq.num_generated:
-                self.drafter.index(seq, len(seq.tokens))
+                self.drafter.index(seq)
             self.remove(seq)
         self.num_finished += len(finished)
         return [output for _, output in finished]
+
+
+def _find_copies(
+    chosen: list[tuple[Sequence, Chunk]], waiting: list[tuple[Sequence, Sequence]]
+) -> dict[int, list[Sequence]]:
+    """The sequences that wait for an equal one, which the `chosen` chunks complete, see `ScheduledBatch.copies`."""
+    index = {id(seq): i for i, (seq, chunk) in enumerate(chosen) if chunk.start + chunk.length == len(seq.tokens)}
+    copies: dict[int, list[Sequence]] = {}
+    for owner, seq in waiting:
+        if id(owner) in index and seq.tokens == owner.tokens and not seq.wants_scores and seq.params.max_tokens:
+            copies.setdefault(index[id(owner)], []).append(seq)
+    return copies
 
 
 def accepted_rows(drafts: Drafts, tokens: list[int]) -> list[list[int]]:

@@ -107,14 +107,25 @@ class Drafter:
         """Count the accepted tokens of the drafts that were proposed last."""
         self._accepted = MEMORY * self._accepted + accepted
 
-    def index(self, seq: Sequence, end: int) -> None:
-        """Make the tokens below `end` available as drafts."""
+    def index(self, seq: Sequence) -> None:
+        """Make the tokens of a sequence available as drafts."""
+        self._index_prompt(seq)
+        self._index(seq, len(seq.tokens))
+        if len(self._recent) > MAX_NGRAMS:
+            self._older, self._recent = self._recent, {}
+
+    def _index_prompt(self, seq: Sequence) -> None:
+        """Index the prompt, unless that of another sample is."""
+        if not seq.num_indexed:
+            if hash((seq.prompt_key, *seq.tokens[: seq.num_prompt][-NGRAM - 1 : -1])) not in self._recent:
+                self._index(seq, seq.num_prompt)
+            seq.num_indexed = seq.num_prompt
+
+    def _index(self, seq: Sequence, end: int) -> None:
         tokens, key = seq.tokens, seq.prompt_key
         for at in range(max(seq.num_indexed, NGRAM), end):
             self._add(hash((key, *tokens[at - NGRAM : at])), tokens, at)
         seq.num_indexed = max(seq.num_indexed, end)
-        if len(self._recent) > MAX_NGRAMS:
-            self._older, self._recent = self._recent, {}
 
     def _add(self, gram: int, tokens: list[int], at: int) -> Occurrence | None:
         """Add the occurrence of an n-gram that ends before position `at`; returns the one before."""
@@ -125,10 +136,7 @@ class Drafter:
     def _follow(self, seq: Sequence) -> None:
         """Compare new tokens with the source, and find another one where they differ."""
         tokens, key = seq.tokens, seq.prompt_key
-        if not seq.num_indexed:
-            if hash((key, *tokens[: seq.num_prompt][-NGRAM - 1 : -1])) not in self._recent:  # of another sample
-                self.index(seq, seq.num_prompt)
-            seq.num_indexed = seq.num_prompt
+        self._index_prompt(seq)
         for at in range(seq.num_indexed, len(tokens)):
             last = self._add(hash((key, *tokens[max(at - NGRAM, 0) : at])), tokens, at)
             if seq.source_at >= len(seq.source):

@@ -50,6 +50,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_nam
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.weights import digest_tensor
+from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.sampling import sample_tokens, uniform
@@ -221,8 +222,46 @@ def test_a_prompt_is_not_shared_across_versions() -> None:
 def test_a_group_shares_its_prompt() -> None:
     engine = EmbeddedEngine(build_model(0))
     outputs = run(engine, *(request(list(range(40)), seed=i) for i in range(6)))
-    assert engine.stats().shared_prompt_tokens == 5 * 39
+    assert engine.stats().shared_prompt_tokens == 5 * 40
     assert len({tuple(output.token_ids) for output in outputs}) > 1
+
+
+@pytest.mark.parametrize("blocks", ["paged", "slots"])
+@pytest.mark.parametrize("length", [40, BLOCK, 300])
+def test_equal_prompts_are_computed_in_one_pass(length: int, blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if blocks == "slots":
+        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+    prompt = random.Random(length).choices(range(256), k=length)
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"top_p": 0.5}, {"logit_bias": ((7, 5.0),)}, {}, {}]
+    group = [request(prompt, seed=i, top_logprobs=2, **params) for i, params in enumerate(settings)]
+    alone = [run(EmbeddedEngine(build_model(0)), one)[0] for one in group]
+    engine = EmbeddedEngine(build_model(0))
+    for one in group:
+        engine.add(one)
+    events = engine.step()
+    stats = engine.stats()
+    assert (stats.generated_tokens, stats.steps, stats.shared_prompt_tokens) == (6, 1, 5 * length)
+    while engine.has_work():
+        events += engine.step()
+    together = {event.request: event for event in events if isinstance(event, Output)}
+    for one in alone:
+        other = together[one.request]
+        assert (other.token_ids, other.logprobs) == (one.token_ids, one.logprobs)
+        assert other.top_logprobs == one.top_logprobs
+
+
+def test_equal_prompts_with_other_wishes_are_computed_again() -> None:
+    """Scores of a prompt need all its positions, and requests without new tokens have no use for its last one."""
+    models, prompt = {0: build_model(0)}, list(range(40))
+    wishes: list[dict[str, Any]] = [{}, {"prompt_logprobs": 1}, {"prompt_logprobs": 1, "max_tokens": 0}, {}]
+    plain, scored, only_scored, other = run(
+        EmbeddedEngine(build_model(0)), *(request(prompt, seed=i, **each) for i, each in enumerate(wishes))
+    )
+    for output in (plain, scored, other):
+        assert check_exact(output, models) == 8
+    assert only_scored.token_ids == [] and plain.prompt_logprobs is None
+    assert scored.prompt_logprobs is not None and only_scored.prompt_logprobs is not None
+    assert scored.prompt_logprobs.logprobs == only_scored.prompt_logprobs.logprobs
 
 
 def test_a_seed_draws_the_same_alone_and_in_a_crowd() -> None:
