@@ -109,17 +109,17 @@ class Drafter:
 
     def index(self, seq: Sequence) -> None:
         """Make the tokens of a sequence available as drafts."""
-        self._index_prompt(seq)
+        if not seq.num_indexed:
+            self._index_prompt(seq)
         self._index(seq, len(seq.tokens))
         if len(self._recent) > MAX_NGRAMS:
             self._older, self._recent = self._recent, {}
 
     def _index_prompt(self, seq: Sequence) -> None:
         """Index the prompt, unless that of another sample is."""
-        if not seq.num_indexed:
-            if hash((seq.prompt_key, *seq.tokens[: seq.num_prompt][-NGRAM - 1 : -1])) not in self._recent:
-                self._index(seq, seq.num_prompt)
-            seq.num_indexed = seq.num_prompt
+        if hash((seq.prompt_key, *seq.tokens[: seq.num_prompt][-NGRAM - 1 : -1])) not in self._recent:
+            self._index(seq, seq.num_prompt)
+        seq.num_indexed = seq.num_prompt
 
     def _index(self, seq: Sequence, end: int) -> None:
         tokens, key = seq.tokens, seq.prompt_key
@@ -136,7 +136,8 @@ class Drafter:
     def _follow(self, seq: Sequence) -> None:
         """Compare new tokens with the source, and find another one where they differ."""
         tokens, key = seq.tokens, seq.prompt_key
-        self._index_prompt(seq)
+        if not seq.num_indexed:
+            self._index_prompt(seq)
         for at in range(seq.num_indexed, len(tokens)):
             last = self._add(hash((key, *tokens[max(at - NGRAM, 0) : at])), tokens, at)
             if seq.source_at >= len(seq.source):
