@@ -1613,9 +1613,20 @@ typedef struct {
   int32_t arrived, round, asleep;
 } Barrier;
 
+/* The panels of a product that are left of those in a place: 16 bits for the product, 24 each for the first and the end. */
+typedef struct {
+  uint64_t left;
+  char apart[56]; /* from those of other threads, which would wait for the cache line */
+} Place;
+
+/* With more threads than places none computes the panels of another one, which keeps a single panel. */
+enum { MOST_PLACES = 32, LEAST_LEFT = 2 };
+
 /* The team as one of its threads has it: `ahead` are the weights of its next product, which it prefetches while it waits. */
 typedef struct {
   Barrier *barrier;
+  Place *places;
+  uint64_t product; /* the number of the last one */
   Memory ahead;
 } Team;
 
@@ -1676,6 +1687,35 @@ static void wait_for_team(Team *team) {
 #endif
 }
 
+/* Take the first panel that is left in a place, or for another thread the last one; -1: none is left. */
+static int64_t take_panel(Team *team, const Linear *l, int64_t place, int64_t rows, int for_other) {
+  uint64_t *left = &team->places[place].left, held = __atomic_load_n(left, __ATOMIC_RELAXED), now;
+  int64_t taken;
+  do {
+    int64_t first = held >> 24 & 0xffffff, end = held & 0xffffff;
+    if (held >> 48 != team->product) first = first_panel(l, place, rows), end = first_panel(l, place + 1, rows);
+    if (end - first < (for_other ? LEAST_LEFT : 1)) return -1;
+    taken = for_other ? --end : first++;
+    now = team->product << 48 | (uint64_t)first << 24 | (uint64_t)end;
+  } while (!__atomic_compare_exchange_n(left, &held, now, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  return taken;
+}
+
+/* `panel_products` of the panels in a place, then of those that other threads have left: one may be slow, because other
+ * programs use its core or the hyperthread beside it. */
+static void shared_products(Team *team, const Linear *l, const void *x, float *out, float *scratch, int64_t place,
+                            Memory next, int64_t rows) {
+  if (rows <= 0) return;
+  start_amx(rows, l->format);
+  team->product++;
+  for (int64_t i = 0, p; i < THREADS; i++)
+    while ((p = take_panel(team, l, (place + i) % THREADS, rows, i > 0)) >= 0) {
+      int is_last = p + 1 == first_panel(l, place + 1, rows);
+      panel_product(l, x, out, scratch, p, i ? (Memory){NULL, 0} : is_last ? next : panel_of(l, p + 1), rows);
+    }
+  stop_amx(l->format);
+}
+
 /* out = x packed^T + bias. The threads of the parallel region share the panels; each has `scratch_size` elements of
  * `scratch`, for `in_format` and for `panel_product`. Panels that would leave a thread idle are split by rows. At the end
  * a thread prefetches its first panel of `after`, unless that is NULL. `ready`: x in the format of the weight, or NULL. */
@@ -1690,7 +1730,10 @@ static void product(Team *team, const Linear *l, const Linear *after, const floa
   int64_t remaining = first_panel(l, THREADS, rows), panel = panel_bytes(l);
   int64_t share = (rows + THREADS - 1) / THREADS, first = THREAD * share, num = rows - first < share ? rows - first : share;
   Memory next = after ? panel_of(after, first_panel(after, place_of(after), rows)) : (Memory){l->packed, 0};
-  panel_products(l, rounded, out, mine, start, end, remaining < panels ? panel_of(l, remaining) : next, rows);
+  Memory following = remaining < panels ? panel_of(l, remaining) : next;
+  if (team && THREADS > 1 && THREADS <= MOST_PLACES)
+    shared_products(team, l, rounded, out, mine, place, following, rows);
+  else panel_products(l, rounded, out, mine, start, end, following, rows);
   float *rest = (float *)((char *)out + first * width * (l->rounds ? 2 : 4));
   panel_products(l, rounded + first * row_size(l->inputs, l->format), rest, mine, remaining, panels, next, num);
   int64_t skipped = are_few(rows, l->format) ? 0 : next.bytes < panel ? next.bytes : panel;
@@ -2824,6 +2867,7 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
   int64_t hidden = s->hidden, inner = s->inner, width = s->heads * s->size, n = s->scratch_size;
   int narrow = (int)s->narrow, format = (int)s->format;
   Barrier barrier __attribute__((aligned(128))) = {0};
+  Place places[MOST_PLACES] __attribute__((aligned(64))) = {{0}};
   Run runs[rows];
   int64_t num_runs = find_runs(s, source, positions, rows, runs);
   Activations all_rows;
@@ -2832,7 +2876,7 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
 #endif
   {
-    Team this_thread = {&barrier}, *team = &this_thread;
+    Team this_thread = {&barrier, places}, *team = &this_thread;
     float *x = all_rows.x, *normed = all_rows.normed, *y = all_rows.y, *z = all_rows.z;
     void *ready_norms = all_rows.ready_norms, *ready = num_items ? NULL : all_rows.ready; /* deltas need fp32 */
     SHARED_FOR

@@ -505,20 +505,22 @@ def test_int8_is_refused_with_a_reason(model: dict[str, Any], exact: bool, reaso
 @needs_kernels
 @pytest.mark.parametrize("flags", [[], ["-DSPINS=0", "-DYIELDS_NS=0"]], ids=["as used", "always asleep"])
 def test_thread_count_changes_no_bits(flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """However threads wait for each other; more of them than cores must sleep."""
+    """However threads wait for each other; more of them than cores must sleep, and others take what they leave."""
     if flags:
         unoptimized = ["-O0" if flag == "-O3" else flag for flag in cpu_kernels.FLAGS]  # compiles in 2 s, not 15
         monkeypatch.setattr(cpu_kernels, "FLAGS", [*unoptimized, *flags])
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         library = cpu_kernels.library.__wrapped__()
         monkeypatch.setattr(cpu_kernels, "library", lambda: library)
-    logprobs = []
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        engine = EmbeddedEngine(build(), max_model_len=512)
-        assert engine._decoder.fused is not None
-        logprobs.append([output.logprobs for output in generate(engine, 5)])
-    assert logprobs[0] == logprobs[1] == logprobs[2]
+    kinds: list[dict[str, Any]] = [{}, {"exact": False}, {"exact": False, "quantization": "int8"}]
+    for dtype, options in zip((torch.float32, torch.bfloat16, torch.bfloat16), kinds, strict=True):
+        logprobs = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            engine = EmbeddedEngine(build(dtype, vocab_size=4096), max_model_len=512, **options)
+            assert engine._decoder.fused is not None
+            logprobs.append([output.logprobs for output in generate(engine, 5)])
+        assert logprobs[0] == logprobs[1] == logprobs[2]
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
