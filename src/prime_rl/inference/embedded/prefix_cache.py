@@ -52,7 +52,10 @@ class PrefixIndex:
         self._cached: OrderedDict[CachedPrefix, None] = OrderedDict()
 
     def find(self, tokens: list[int], namespace: Hashable) -> tuple[PrefixOwner | None, int]:
-        """Return the owner with the longest common prefix and its length; ties go to the first registered."""
+        """Return the owner with the longest common prefix and its length.
+
+        Of several, one with the same tokens is preferred, else the one with the most keys, else the first registered.
+        """
         best: dict[PrefixOwner, None] = {}
         is_best = True
         for key in _chain(tokens, len(tokens), namespace):
@@ -62,7 +65,7 @@ class PrefixIndex:
             is_best = is_best and bool(matches)
             if is_best and matches:
                 best = matches
-        owner = max(best, key=lambda h: h.num_cached, default=None)
+        owner = max(best, key=lambda h: (h.tokens == tokens, h.num_cached), default=None)
         if owner is None:
             return None, 0
         if isinstance(owner, CachedPrefix):

@@ -112,8 +112,6 @@ class Drafter:
         if not seq.num_indexed:
             self._index_prompt(seq)
         self._index(seq, len(seq.tokens))
-        if len(self._recent) > MAX_NGRAMS:
-            self._older, self._recent = self._recent, {}
 
     def _index_prompt(self, seq: Sequence) -> None:
         """Index the prompt, unless that of another sample is."""
@@ -126,6 +124,8 @@ class Drafter:
         for at in range(max(seq.num_indexed, NGRAM), end):
             self._add(hash((key, *tokens[at - NGRAM : at])), tokens, at)
         seq.num_indexed = max(seq.num_indexed, end)
+        if len(self._recent) > MAX_NGRAMS:
+            self._older, self._recent = self._recent, {}
 
     def _add(self, gram: int, tokens: list[int], at: int) -> Occurrence | None:
         """Add the occurrence of an n-gram that ends before position `at`; returns the one before."""

@@ -250,6 +250,13 @@ def test_equal_prompts_are_computed_in_one_pass(length: int, blocks: str, monkey
         assert other.top_logprobs == one.top_logprobs
 
 
+def test_groups_of_similar_prompts_are_computed_once_each() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    run(engine, *(request([*range(40), last, 7], seed=seed, max_tokens=1) for last in range(3) for seed in range(4)))
+    assert engine.stats().shared_prompt_tokens == 2 * 40 + 9 * 42, "the first of a group shares a part"
+    assert engine.stats().steps == 2
+
+
 def test_equal_prompts_with_other_wishes_are_computed_again() -> None:
     """Scores of a prompt need all its positions, and requests without new tokens have no use for its last one."""
     models, prompt = {0: build_model(0)}, list(range(40))

@@ -373,6 +373,13 @@ def test_index_forgets_the_oldest_text(monkeypatch: pytest.MonkeyPatch) -> None:
     before = engine.stats().accepted_tokens
     run(engine, request([0] * 5, max_tokens=30, seed=0))
     assert engine.stats().accepted_tokens == before
+    for seed in range(6):  # requests that do not finish
+        canceled = request([seed, *range(40)], max_tokens=30, seed=seed)
+        engine.add(canceled)
+        while engine.stats().running == 0 or engine._scheduler.running[0].num_generated < 3:
+            engine.step()
+        engine.cancel(canceled)
+        assert len(drafter._recent) <= 50 + 45 and len(drafter._older) <= 50 + 45
 
 
 def test_rejected_draft_leaves_no_nan_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
