@@ -57,6 +57,8 @@ CONFIG = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.3,
 }
+SMALL = {"head_dim": 16, "num_hidden_layers": 1}
+"""Changes for tests of the order of steps, whose kernels are interpreted."""
 FORBIDDEN = ("item", "_local_scalar_dense", "nonzero", "is_nonzero", "unique", "masked_select", "bincount", "equal")
 
 
@@ -592,10 +594,10 @@ def test_paged_steps_under_arrivals_cancellations_and_updates(
     interpreted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each output has the tokens that its request has alone, up to the first update."""
-    models = [build_model(version, head_dim=16) for version in range(3)]
-    versions = [tensor_names(build_model(version, head_dim=16)) for version in (1, 2)]
+    models = [build_model(version, **SMALL) for version in range(3)]
+    versions = [tensor_names(build_model(version, **SMALL)) for version in (1, 2)]
     recorder = SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step)
-    engine = build_engine(build_model(0, head_dim=16), recorder, max_running=8)
+    engine = build_engine(build_model(0, **SMALL), recorder, max_running=8)
     started: list[int] = []
     hand_over = engine._runner._hand_over
 
@@ -622,12 +624,13 @@ def test_paged_steps_under_arrivals_cancellations_and_updates(
 @pytest.mark.parametrize("event", ["none", "update", "adapter", "cancel", "arrival", "full"])
 def test_steps_that_are_started_ahead(interpreted: list[int], event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step is started before the tokens of one are handled; whatever happens then, the tokens are the same."""
-    newer = tensor_names(build_model(1, head_dim=16))
+    shape = SMALL | {"num_hidden_layers": 2} if event == "adapter" else SMALL
+    newer = tensor_names(build_model(1, **shape))
     outputs, starts = [], []
     for recorder in (SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step), None):
         if recorder is None:
             monkeypatch.undo()
-        engine = build_engine(build_model(0, head_dim=16), recorder, enable_prefix_caching=False)
+        engine = build_engine(build_model(0, **shape), recorder, enable_prefix_caching=False)
         if event == "full" and recorder is not None:
             engine._blocks._max_pages = 5  # type: ignore[attr-defined]
         lengths = (120, 125, 123) if event == "full" else (9, 12, 40)
@@ -671,7 +674,7 @@ def test_steps_that_are_started_ahead(interpreted: list[int], event: str, monkey
 )
 def test_no_step_is_started_before_the_host_has_what_it_needs(interpreted: list[int], params: dict[str, Any]) -> None:
     recorder = SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step)
-    engine = build_engine(build_model(0, head_dim=16), recorder)
+    engine = build_engine(build_model(0, **SMALL), recorder)
     for n, more in ((5, params), (7, {})):
         engine.add(request(draw_prompt(n), seed=n, stop_token_ids=(96,), **more))
     while engine.has_work():
