@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from models import write_model  # noqa: E402
 from results import Row, describe_machine, finish, read_peak_gb  # noqa: E402
-from roofline import BandwidthMeter, Bound, Resources, compute_bound, read_decoder  # noqa: E402
+from roofline import BandwidthMeter, Bound, Resources, compute_bound, measure_flops, read_decoder  # noqa: E402
 
 SIZES = ("3M", "25M")
 PROMPTS = (32, 256)
@@ -274,6 +274,10 @@ def measure_offline(
                     show(f"{size} {dtype} {case.name}: {peer.kind} {case.tokens / last(peer, case):,.0f} tok/s")
             for peer in watched:
                 peer.read_peak(case)
+    measure_flops.cache_clear()  # the higher peak counts: other programs may have run when the first was measured
+    for kind, found in bounds.items():
+        again = compute_bounds(model_dir, dtype, kind, cases_of[kind], resources)
+        bounds[kind] = {name: min(bound, again[name], key=lambda each: each.products) for name, bound in found.items()}
     return judge(size, dtype, cases, peers, bounds), {
         peer.kind: {case.name: rates(peer, case) for case in cases if case.name in peer.seconds} for peer in peers
     }
