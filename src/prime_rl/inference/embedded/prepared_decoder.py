@@ -60,7 +60,7 @@ class PackedLinear:
     def refresh(self, new: Mapping[str, Tensor], scratch: Tensor | None = None) -> None:
         """Repack the weights after an update, in the same memory except for weights that oneDNN packs.
 
-        Those that the layers lack are taken from `new`, with `scratch`: `scratch_size` elements of the kernel's dtype.
+        Those that the layers lack are taken from `new`; this needs `scratch_size` elements of the kernel's dtype.
         """
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
         self.bias = concat(biases, self.bias) if biases else None

@@ -223,11 +223,11 @@ class Scheduler:
         """
         decoding = self._decoding_beside_chunks()
         budget = self.max_num_batched_tokens
-        chosen, waiting = self._next_chunks(min(budget, TOKENS_BESIDE_DECODING) if decoding else budget)
+        chosen, blocked = self._next_chunks(min(budget, TOKENS_BESIDE_DECODING) if decoding else budget)
         as_rows = self._fit_rows(chosen)
         if not as_rows and decoding and self._waited_s > MAX_WAIT_S:
-            chosen, waiting, as_rows = [], [], True
-        copies = _find_copies(chosen, waiting)
+            chosen, blocked, as_rows = [], [], True
+        copies = _find_copies(chosen, blocked)
         if as_rows:
             chosen += [(seq, Chunk(len(seq.tokens) - 1, 1)) for seq in decoding]
         seqs, chunks = [seq for seq, _ in chosen], [chunk for _, chunk in chosen]
@@ -243,14 +243,14 @@ class Scheduler:
     def _next_chunks(self, budget: int) -> tuple[list[tuple[Sequence, Chunk]], list[tuple[Sequence, Sequence]]]:
         """Select the next prefill pass within `budget` padded tokens; empty if all prompts are cached.
 
-        Also returns sequences that share a prefix with another one, after it, which computes the prefix now.
+        Also returns the sequences that wait for another one to compute their prefix, each after that one.
         """
         chosen: list[tuple[Sequence, Chunk]] = []
-        waiting: list[tuple[Sequence, Sequence]] = []
+        blocked: list[tuple[Sequence, Sequence]] = []
         rows = keys = 0
         for seq in self._pending:
             if (owner := self.blocks.prepare(seq)) is not None:
-                waiting.append((owner, seq))
+                blocked.append((owner, seq))
                 continue
             left = len(seq.tokens) - seq.num_cached
             if not self.pads_chunks:
@@ -266,7 +266,7 @@ class Scheduler:
                 break
             rows, keys = new_rows, new_keys
             chosen.append((seq, Chunk(seq.num_cached, length)))
-        return chosen, waiting
+        return chosen, blocked
 
     def _fit_rows(self, chunks: list[tuple[Sequence, Chunk]]) -> bool:
         """Whether a decode step should compute these chunks.
@@ -329,12 +329,12 @@ class Scheduler:
 
 
 def _find_copies(
-    chosen: list[tuple[Sequence, Chunk]], waiting: list[tuple[Sequence, Sequence]]
+    chosen: list[tuple[Sequence, Chunk]], blocked: list[tuple[Sequence, Sequence]]
 ) -> dict[int, list[Sequence]]:
     """The sequences that wait for an equal one, which the `chosen` chunks complete, see `ScheduledBatch.copies`."""
     index = {id(seq): i for i, (seq, chunk) in enumerate(chosen) if chunk.start + chunk.length == len(seq.tokens)}
     copies: dict[int, list[Sequence]] = {}
-    for owner, seq in waiting:
+    for owner, seq in blocked:
         if id(owner) in index and seq.tokens == owner.tokens and not seq.wants_scores and seq.params.max_tokens:
             copies.setdefault(index[id(owner)], []).append(seq)
     return copies
