@@ -123,8 +123,10 @@ class BlockManager(ABC):
 
     def _share_with(self, seq: Sequence, owner: PrefixOwner, num_cached: int, shared: int) -> None:
         seq.num_cached = num_cached
-        seq.num_shared = min(num_cached, seq.num_prompt)
-        self.num_shared += num_cached
+        # The last token counts as computed, so that reports do not depend on whether the owner was found in time.
+        num_shared = min(num_cached, len(seq.tokens) - 1)
+        seq.num_shared = min(num_shared, seq.num_prompt)
+        self.num_shared += num_shared
         self._read(owner, seq, shared)
 
     @abstractmethod

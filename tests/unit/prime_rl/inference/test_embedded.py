@@ -222,7 +222,7 @@ def test_a_prompt_is_not_shared_across_versions() -> None:
 def test_a_group_shares_its_prompt() -> None:
     engine = EmbeddedEngine(build_model(0))
     outputs = run(engine, *(request(list(range(40)), seed=i) for i in range(6)))
-    assert engine.stats().shared_prompt_tokens == 5 * 40
+    assert engine.stats().shared_prompt_tokens == 5 * 39
     assert len({tuple(output.token_ids) for output in outputs}) > 1
 
 
@@ -240,7 +240,7 @@ def test_equal_prompts_are_computed_in_one_pass(length: int, blocks: str, monkey
         engine.add(one)
     events = engine.step()
     stats = engine.stats()
-    assert (stats.generated_tokens, stats.steps, stats.shared_prompt_tokens) == (6, 1, 5 * length)
+    assert (stats.generated_tokens, stats.steps, stats.shared_prompt_tokens) == (6, 1, 5 * (length - 1))
     while engine.has_work():
         events += engine.step()
     together = {event.request: event for event in events if isinstance(event, Output)}
@@ -248,12 +248,15 @@ def test_equal_prompts_are_computed_in_one_pass(length: int, blocks: str, monkey
         other = together[one.request]
         assert (other.token_ids, other.logprobs) == (one.token_ids, one.logprobs)
         assert other.top_logprobs == one.top_logprobs
+    (late,) = run(engine, request(prompt, seed=9))
+    cached = [together[one].num_cached for one in group]
+    assert cached == [0, *[late.num_cached] * 5], "reports do not depend on when a request came"
 
 
 def test_groups_of_similar_prompts_are_computed_once_each() -> None:
     engine = EmbeddedEngine(build_model(0))
     run(engine, *(request([*range(40), last, 7], seed=seed, max_tokens=1) for last in range(3) for seed in range(4)))
-    assert engine.stats().shared_prompt_tokens == 2 * 40 + 9 * 42, "the first of a group shares a part"
+    assert engine.stats().shared_prompt_tokens == 2 * 40 + 9 * 41, "the first of a group shares a part"
     assert engine.stats().steps == 2
 
 
