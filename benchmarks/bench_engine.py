@@ -5,11 +5,11 @@
 
 Every engine runs in its own process with the same model, prompts, lengths and sampling (temperature 1, log-prob of
 every sampled token); the processes alternate, so that load on the machine affects all of them equally. A peer that is
-less than half as fast as the best one is not measured again. The peak of products (`roofline.py`) is measured before
-they start, the bandwidth before and after each run; the share of this roofline is that of our fast mode, prompts
-included. `prefill` measures the time to the first token of a long prompt, without vLLM; the group case also compares
-peak memory. Without `--vllm-python` vLLM is installed into `.bench/vllm` (minutes, 3 GB). Prints medians and ratios
-with their thresholds, writes JSON, and exits with 1 when one is missed.
+less than half as fast as the best one is not measured again. The peak of products and the bandwidth (`roofline.py`) are
+measured before and after each run of ours; the share of this roofline is that of our fast mode, prompts included.
+`prefill` measures the time to the first token of a long prompt, without vLLM; the group case also compares peak memory.
+Without `--vllm-python` vLLM is installed into `.bench/vllm` (minutes, 3 GB). Prints medians and ratios with their
+thresholds, writes JSON, and exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from models import write_model  # noqa: E402
 from results import Row, describe_machine, finish, read_peak_gb  # noqa: E402
-from roofline import BandwidthMeter, Bound, Resources, compute_bound, measure_flops, read_decoder  # noqa: E402
+from roofline import Bound, Meter, Resources, Speed, compute_bound, read_decoder  # noqa: E402
 
 SIZES = ("3M", "25M")
 PROMPTS = (32, 256)
@@ -98,7 +98,7 @@ class Peer:
     process: subprocess.Popen[str]
     clock: str = "seconds"
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    bandwidths: dict[str, list[float]] = field(default_factory=dict)
+    speeds: dict[str, list[Speed]] = field(default_factory=dict)
     peak_gb: dict[str, float] = field(default_factory=dict)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -122,16 +122,23 @@ class Peer:
         answer = self.ask({"prompts": case.prompts(seed), "new": case.new, "seed": seed})
         self.seconds.setdefault(case.name, []).append(answer[self.clock])
 
-    def measure_beside(self, meter: BandwidthMeter, num_bytes: int, case: Case, seed: int) -> None:
-        """As `measure`, and note the bandwidth of reads of `num_bytes`: the mean of those before and after."""
+    def measure_beside(self, meter: Meter, num_bytes: int, case: Case, seed: int) -> None:
+        """As `measure`, and note the speed of the machine with reads of `num_bytes`: the mean of before and after."""
         before = meter.measure(num_bytes)
         self.measure(case, seed)
-        self.bandwidths.setdefault(case.name, []).append((before + meter.measure(num_bytes)) / 2)
+        after = meter.measure(num_bytes)
+        speed = Speed((before.flops + after.flops) / 2, (before.bandwidth + after.bandwidth) / 2)
+        self.speeds.setdefault(case.name, []).append(speed)
 
     def find_share(self, case: Case, bound: Bound) -> float:
-        """Median share of the roofline over the runs of a case, each by its own bandwidth."""
-        runs = zip(self.bandwidths[case.name], self.seconds[case.name], strict=True)
-        return statistics.median(bound.seconds(bandwidth) / seconds for bandwidth, seconds in runs)
+        """Median share of the roofline over the runs of a case, each by the speed beside it."""
+        runs = zip(self.speeds[case.name], self.seconds[case.name], strict=True)
+        return statistics.median(bound.seconds(speed) / seconds for speed, seconds in runs)
+
+    def find_speed(self, case: Case) -> Speed:
+        """Median speed beside the runs of a case."""
+        speeds = self.speeds[case.name]
+        return Speed(*(statistics.median(getattr(each, name) for each in speeds) for name in ("flops", "bandwidth")))
 
     def reset_peak(self) -> None:
         """Start to measure the peak memory of a case."""
@@ -234,11 +241,12 @@ def measure_offline(
     token_bytes = read_decoder(model_dir, dtype).token_bytes
     resources = Resources(arguments.threads, arguments.cpu)
     bounds = {
-        kind: compute_bounds(model_dir, dtype, kind, cases_of[kind], resources)
+        kind: compute_bounds(model_dir, dtype, kind, cases_of[kind])
         for kind in ("ours", "ours-int8")
         if kind in cases_of
     }
-    meter = BandwidthMeter(max(each.num_bytes for found in bounds.values() for each in found.values()), resources)
+    most = max(each.num_bytes for found in bounds.values() for each in found.values())
+    meters = {kind: Meter("int8" if kind == "ours-int8" else dtype, most, resources) for kind in bounds}
     with ExitStack() as stack:
         peers = [
             stack.enter_context(
@@ -264,29 +272,25 @@ def measure_offline(
                     if peer.kind in slow or case not in cases_of[peer.kind]:
                         continue
                     if peer.kind in bounds:
-                        peer.measure_beside(meter, bounds[peer.kind][case.name].num_bytes, case, repeat)
+                        peer.measure_beside(meters[peer.kind], bounds[peer.kind][case.name].num_bytes, case, repeat)
                     else:
                         peer.measure(case, repeat)
                     if repeat < 0:  # the first round warms up
                         peer.seconds[case.name].clear()
-                        peer.bandwidths.pop(case.name, None)
+                        peer.speeds.pop(case.name, None)
                         continue
                     show(f"{size} {dtype} {case.name}: {peer.kind} {case.tokens / last(peer, case):,.0f} tok/s")
             for peer in watched:
                 peer.read_peak(case)
-    measure_flops.cache_clear()  # the higher peak counts: other programs may have run when the first was measured
-    for kind, found in bounds.items():
-        again = compute_bounds(model_dir, dtype, kind, cases_of[kind], resources)
-        bounds[kind] = {name: min(bound, again[name], key=lambda each: each.products) for name, bound in found.items()}
     return judge(size, dtype, cases, peers, bounds), {
         peer.kind: {case.name: rates(peer, case) for case in cases if case.name in peer.seconds} for peer in peers
     }
 
 
-def compute_bounds(model_dir: Path, dtype: str, kind: str, cases: list[Case], resources: Resources) -> dict[str, Bound]:
-    """The least time of every case on this machine, measured while no engine runs."""
+def compute_bounds(model_dir: Path, dtype: str, kind: str, cases: list[Case]) -> dict[str, Bound]:
+    """The operations and bytes of every case."""
     decoder = read_decoder(model_dir, dtype, quantized=kind == "ours-int8")
-    return {c.name: compute_bound(decoder, c.groups, c.group, c.prompt, c.new, resources) for c in cases}
+    return {c.name: compute_bound(decoder, c.groups, c.group, c.prompt, c.new) for c in cases}
 
 
 def takes_part(kind: str, case: Case) -> bool:
@@ -346,7 +350,7 @@ def judge(
             must = find_threshold(size, dtype, case)
             rows.append(Row(f"{name}: best peer", ours / others[best], ">=", must, detail))
         must = None if size in SIZES or case.is_prefill else 0.7 if case.num <= 8 else 0.5
-        least = bounds["ours"][case.name].describe(statistics.median(of["ours"].bandwidths[case.name]))
+        least = bounds["ours"][case.name].describe(of["ours"].find_speed(case))
         rows.append(Row(f"{name}: share of the roofline", shares["ours"], ">=", must, least))
         exact = median["ours-exact"]
         rows.append(Row(f"{name}: cost of exactness", ours / exact, "<=", 2.0, f"exact {exact:,.0f} tok/s"))

@@ -1,8 +1,9 @@
 """The least time that generation can take on this machine, from its measured arithmetic peak and memory bandwidth.
 
 A forward pass takes at least the time of its products at the peak, and at least the time to read its weights, keys and
-values. Both are measured here with as many threads as the engine has, each as the best of several ways and repeats. The
-bandwidth of a virtual machine can change from second to second, so it is measured beside every run of the engine.
+values. Both speeds are measured here with as many threads as the engine has, each as the best of several ways and
+repeats. They change from second to second on a virtual machine, whose cores and memory others use, so they are measured
+beside every run of the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +46,52 @@ class Resources:
         return min(seconds[1:])
 
 
-@cache
-def measure_flops(dtype: str, resources: Resources) -> float:
-    """Peak of matrix products, operations per second: the faster of oneDNN's and those of our kernels."""
-    import torch
+@dataclass(frozen=True)
+class Speed:
+    """Operations per second of matrix products, and bytes per second that are read from memory."""
 
-    from rollouts.kernels import cpu
-    from rollouts.kernels.onednn import pack_weight, packed_linear
+    flops: float
+    bandwidth: float
 
-    x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
-    products: list[Callable[[], object]] = []
-    if dtype != "int8":
-        narrow, packed = x.to(getattr(torch, dtype)), pack_weight(weight.to(getattr(torch, dtype)))
-        products.append(lambda: packed_linear(narrow, packed))
-    if cpu.library() is not None:
-        rounded = weight.bfloat16() if dtype == "bfloat16" else weight
-        kernel = cpu.PackedWeight(rounded, rounded=True, quantized=dtype == "int8")
-        products.append(lambda: kernel(x))
-    with torch.inference_mode():
-        return 2 * ROWS * SIZE * SIZE / min(map(resources.find_least, products))
+
+class Meter:
+    """Measures the speed of a machine: of products in `dtype`, and of reads of up to `max_bytes` bytes."""
+
+    def __init__(self, dtype: str, max_bytes: int, resources: Resources) -> None:
+        self._peak = PeakMeter(dtype, resources)
+        self._bandwidth = BandwidthMeter(max_bytes, resources)
+
+    def measure(self, num_bytes: int) -> Speed:
+        """The speed now; reads are of `num_bytes` bytes."""
+        return Speed(self._peak.measure(), self._bandwidth.measure(num_bytes))
+
+
+class PeakMeter:
+    """Measures the peak of matrix products: the faster of oneDNN's and those of our kernels."""
+
+    def __init__(self, dtype: str, resources: Resources) -> None:
+        import torch
+
+        from rollouts.kernels import cpu
+        from rollouts.kernels.onednn import pack_weight, packed_linear
+
+        x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
+        self._resources = resources
+        self._products: list[Callable[[], object]] = []
+        if dtype != "int8":
+            narrow, packed = x.to(getattr(torch, dtype)), pack_weight(weight.to(getattr(torch, dtype)))
+            self._products.append(lambda: packed_linear(narrow, packed))
+        if cpu.library() is not None:
+            rounded = weight.bfloat16() if dtype == "bfloat16" else weight
+            kernel = cpu.PackedWeight(rounded, rounded=True, quantized=dtype == "int8")
+            self._products.append(lambda: kernel(x))
+
+    def measure(self) -> float:
+        """Operations per second."""
+        import torch
+
+        with torch.inference_mode():
+            return 2 * ROWS * SIZE * SIZE / min(map(self._resources.find_least, self._products))
 
 
 class BandwidthMeter:
@@ -128,34 +155,37 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Bound:
-    """Least seconds of the prompts and of the products of a decode step, and the bytes that this step reads."""
+    """Operations of the prompts and of each decode step, and the bytes that this step reads."""
 
     prefill: float
     steps: int
-    products: float
+    operations: float
     num_bytes: int
 
-    def seconds(self, bandwidth: float) -> float:
-        """Least seconds in all, with `bandwidth` bytes per second."""
-        return self.prefill + self.steps * max(self.products, self.num_bytes / bandwidth)
+    def seconds(self, speed: Speed) -> float:
+        """Least seconds in all."""
+        return self.prefill / speed.flops + self.steps * self._step_seconds(speed)
 
-    def describe(self, bandwidth: float) -> str:
+    def _step_seconds(self, speed: Speed) -> float:
+        return max(self.operations / speed.flops, self.num_bytes / speed.bandwidth)
+
+    def describe(self, speed: Speed) -> str:
         """The least time of a step, or of a prompt."""
+        peak = f"at {speed.flops / 1e12:.2f} TFLOP/s"
         if not self.steps:
-            return f"at least {self.prefill * 1e3:.0f} ms"
-        reads = self.num_bytes / bandwidth
-        parts = f"products {self.products * 1e3:.2f}, reads {reads * 1e3:.2f} at {bandwidth / 1e9:.0f} GB/s"
-        return f"a step at least {max(self.products, reads) * 1e3:.2f} ms: {parts}"
+            return f"at least {self.prefill / speed.flops * 1e3:.0f} ms {peak}"
+        products = f"products {self.operations / speed.flops * 1e3:.2f} {peak}"
+        reads = f"reads {self.num_bytes / speed.bandwidth * 1e3:.2f} at {speed.bandwidth / 1e9:.0f} GB/s"
+        return f"a step at least {self._step_seconds(speed) * 1e3:.2f} ms: {products}, {reads}"
 
 
-def compute_bound(decoder: Decoder, groups: int, group: int, prompt: int, new: int, resources: Resources) -> Bound:
+def compute_bound(decoder: Decoder, groups: int, group: int, prompt: int, new: int) -> Bound:
     """The bound of `groups` prompts, each computed and read once, with `group` completions of `new` tokens each."""
-    flops = measure_flops(decoder.dtype, resources)
     rows = groups * group
-    prefill = decoder.count_operations(groups * prompt, (prompt + 1) / 2, groups) / flops
+    prefill = decoder.count_operations(groups * prompt, (prompt + 1) / 2, groups)
     written = (new - 1) / 2  # by the middle step; both bounds are linear in it, and one of them is mostly the larger
     operations = decoder.count_operations(rows, prompt + written, rows)
-    return Bound(prefill, new - 1, operations / flops, decoder.count_bytes(groups * prompt + rows * written))
+    return Bound(prefill, new - 1, operations, decoder.count_bytes(groups * prompt + rows * written))
 
 
 def read_decoder(model_dir: Path, dtype: str, quantized: bool = False) -> Decoder:
