@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.value import without_critic
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PEFT_PREFIX
-from rollouts.kernels.linear import linear
+from rollouts.kernels.linear import linear, linear_inexact
 from rollouts.training.json_files import read_json_file
 from rollouts.training.numerics import MIN_RANK, pad_rows
 
@@ -76,6 +76,8 @@ def lora_delta(
 class LoraLinear(nn.Linear):
     """A frozen linear layer with a trainable adapter; parameter names follow PEFT."""
 
+    exact = True
+    """As in `Linear`."""
     rounds_inputs = False
     """As in `Linear`, for the frozen layer."""
 
@@ -84,6 +86,7 @@ class LoraLinear(nn.Linear):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.dropout = spec.scale, spec.dropout
+        self.exact = getattr(base, "exact", True)
         dtype = torch.promote_types(base.weight.dtype, torch.float32)  # that of the optimizer
         self.lora_A = _matrix(base.weight.new_zeros(spec.rank, self.in_features, dtype=dtype))
         self.lora_B = _matrix(base.weight.new_zeros(self.out_features, spec.rank, dtype=dtype))
@@ -91,8 +94,12 @@ class LoraLinear(nn.Linear):
     def forward(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "tokens out"]:
         drops = self.dropout and self.training and torch.is_grad_enabled()  # no dropout in evaluation (no_grad)
         dropped = F.dropout(x, self.dropout) if drops else x
-        base = linear(x, self.weight, self.bias, rounded=self.rounds_inputs)
-        return base + lora_delta(dropped, self.lora_A.weight, self.lora_B.weight, self.scale)
+        a, b = self.lora_A.weight, self.lora_B.weight
+        if self.exact:
+            return linear(x, self.weight, self.bias, rounded=self.rounds_inputs) + lora_delta(dropped, a, b, self.scale)
+        base, inner = linear_inexact(x, self.weight, self.bias), linear_inexact(dropped, a)
+        # In one pass over the outputs, not in three.
+        return torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), b.t(), alpha=self.scale).view_as(base)
 
 
 def merge(

@@ -34,8 +34,8 @@ class Linear(nn.Linear):
     """Whether its products are `rounded`."""
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
-        if not self.exact and (torch.compiler.is_compiling() or has_fast_mkl()):  # not traceable
-            return F.linear(x, self.weight, self.bias)
+        if not self.exact:
+            return linear_inexact(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias, self.exact_backward, rounded=self.rounds_inputs)
 
 
@@ -58,6 +58,14 @@ def linear(
     if not torch.is_grad_enabled():
         return multiply(x, weight, bias)
     return cast(Tensor, _Product.apply(x, weight, bias, exact_backward))  # type: ignore[no-untyped-call]
+
+
+def linear_inexact(
+    x: Float[Tensor, "*rows inputs"], weight: Float[Tensor, "outputs inputs"], bias: Tensor | None = None
+) -> Float[Tensor, "*rows outputs"]:
+    """x weight^T + bias by the fastest product, whose bits may depend on the number of rows."""
+    is_traced = torch.compiler.is_compiling()  # `has_fast_mkl` is not traceable
+    return F.linear(x, weight, bias) if is_traced or has_fast_mkl() else linear(x, weight, bias)
 
 
 def widens(x: Tensor) -> bool:

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from prime_rl.trainer.backend import build_backend
+from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.lora import (
     PEFT_PREFIX,
     Adapter,
+    LoraLinear,
     LoraSpec,
     adapter_tensors,
     add_lora,
@@ -28,6 +31,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_nam
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.multi_lora import AdapterTable
 from prime_rl.transport.weights import is_adapter, publish_weights, read_manifest, verify_tensors
+from rollouts.kernels.linear import Linear
 
 SHAPE = dict(
     model_type="qwen3",
@@ -82,6 +86,45 @@ def test_new_adapter_is_identity_and_only_it_trains() -> None:
     again = build_model()
     add_lora(again, LoraSpec(rank=4, alpha=8))
     assert all(torch.equal(t, adapter_tensors(again)[n]) for n, t in adapter_tensors(model).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("shape", [(5, 64), (2, 7, 64)])
+def test_inexact_layer_computes_the_same(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Outputs and gradients, with other roundings."""
+    torch.manual_seed(0)
+    base = Linear(64, 48).to(dtype)
+    x, grad = torch.randn(shape, dtype=dtype, requires_grad=True), torch.randn(*shape[:-1], 48, dtype=dtype)
+    results = []
+    for exact in (True, False):
+        base.exact = exact
+        layer = LoraLinear(base, LoraSpec(8, 24.0))
+        torch.manual_seed(1)
+        for parameter in (layer.lora_A.weight, layer.lora_B.weight):
+            torch.nn.init.normal_(parameter)
+        assert layer.exact == exact
+        y = layer(x)
+        results.append([y, *torch.autograd.grad(y, [x, layer.lora_A.weight, layer.lora_B.weight], grad)])
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for exact_result, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, exact_result, rtol=tolerance, atol=100 * tolerance)
+    expected = x @ base.weight.t() + base.bias + 3 * (x @ layer.lora_A.weight.t()) @ layer.lora_B.weight.t()
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=100 * tolerance)
+
+
+@pytest.mark.parametrize("attn", ["exact", "sdpa"])
+def test_adapted_layers_are_as_exact_as_the_model(attn: str, tmp_path: Path) -> None:
+    config: dict[str, object] = {
+        "name": str(ASSET),
+        "dtype": "float32",
+        "device": "cpu",
+        "lora": {"rank": 4},
+        "attn": attn,
+    }
+    config["debug"] = {"random_init": True}
+    backend = build_backend(TrainConfig.model_validate({"model": config, "output_dir": str(tmp_path)}))
+    layers = [module for module in backend.model.modules() if isinstance(module, LoraLinear)]
+    assert layers and all(layer.exact == (attn == "exact") for layer in layers)
 
 
 def test_merged_weights_compute_the_same() -> None:
