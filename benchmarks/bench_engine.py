@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from models import write_model  # noqa: E402
 from results import Row, describe_machine, finish, read_peak_gb  # noqa: E402
-from roofline import Bound, Meter, Resources, Speed, compute_bound, read_decoder  # noqa: E402
+from roofline import BandwidthMeter, Bound, Meter, Resources, Speed, compute_bound, read_decoder  # noqa: E402
 
 SIZES = ("3M", "25M")
 PROMPTS = (32, 256)
@@ -246,7 +246,8 @@ def measure_offline(
         if kind in cases_of
     }
     most = max(each.num_bytes for found in bounds.values() for each in found.values())
-    meters = {kind: Meter("int8" if kind == "ours-int8" else dtype, most, resources) for kind in bounds}
+    bandwidth = BandwidthMeter(most, resources)
+    meters = {kind: Meter("int8" if kind == "ours-int8" else dtype, bandwidth, resources) for kind in bounds}
     with ExitStack() as stack:
         peers = [
             stack.enter_context(

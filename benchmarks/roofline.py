@@ -55,11 +55,11 @@ class Speed:
 
 
 class Meter:
-    """Measures the speed of a machine: of products in `dtype`, and of reads of up to `max_bytes` bytes."""
+    """Measures the speed of a machine: of products in `dtype`, and of reads by `bandwidth`, which meters may share."""
 
-    def __init__(self, dtype: str, max_bytes: int, resources: Resources) -> None:
+    def __init__(self, dtype: str, bandwidth: BandwidthMeter, resources: Resources) -> None:
         self._peak = PeakMeter(dtype, resources)
-        self._bandwidth = BandwidthMeter(max_bytes, resources)
+        self._bandwidth = bandwidth
 
     def measure(self, num_bytes: int) -> Speed:
         """The speed now; reads are of `num_bytes` bytes."""

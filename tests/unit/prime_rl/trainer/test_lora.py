@@ -120,8 +120,8 @@ def test_adapted_layers_are_as_exact_as_the_model(attn: str, tmp_path: Path) -> 
         "device": "cpu",
         "lora": {"rank": 4},
         "attn": attn,
+        "debug": {"random_init": True},
     }
-    config["debug"] = {"random_init": True}
     backend = build_backend(TrainConfig.model_validate({"model": config, "output_dir": str(tmp_path)}))
     layers = [module for module in backend.model.modules() if isinstance(module, LoraLinear)]
     assert layers and all(layer.exact == (attn == "exact") for layer in layers)
