@@ -38,7 +38,7 @@ class Writer:
         """Build a `chat.completion`."""
         answer = self.head("chat.completion", "chatcmpl")
         answer["choices"] = [self._chat_choice(i, output, parsed) for i, output in enumerate(outputs)]
-        answer["usage"] = usage(len(prompt), outputs)
+        answer["usage"] = usage([prompt], outputs)
         answer.update(self.prompt_scores(prompt, outputs[0], parsed))
         if parsed.token_ids:
             answer["prompt_token_ids"] = prompt
@@ -60,7 +60,7 @@ class Writer:
             if parsed.token_ids:
                 choice["prompt_token_ids"] = prompt
             answer["choices"].append(choice)
-        answer["usage"] = usage(sum(map(len, prompts)), outputs)
+        answer["usage"] = usage(prompts, outputs)
         return answer
 
     def prompt_scores(self, prompt: list[int], output: Output, parsed: ParsedRequest) -> Json:
@@ -251,11 +251,17 @@ def slice_output(output: Output, start: int) -> StreamUpdate:
     )
 
 
-def usage(num_prompt: int, outputs: list[Output]) -> Json:
-    """Token counts of a response."""
+def usage(prompts: list[list[int]], outputs: list[Output]) -> Json:
+    """Token counts of a response; `outputs` are ordered by prompt, then by choice.
+
+    A prompt counts once, whatever the number of its choices. So do its cached tokens: those that no choice computed.
+    """
+    num_prompt = sum(map(len, prompts))
     generated = sum(len(output.token_ids) for output in outputs)
     counts: Json = {"prompt_tokens": num_prompt, "completion_tokens": generated, "total_tokens": num_prompt + generated}
-    if cached := sum(output.num_cached for output in outputs):
+    num_choices = len(outputs) // len(prompts)
+    groups = (outputs[start : start + num_choices] for start in range(0, len(outputs), num_choices))
+    if cached := sum(min(output.num_cached for output in group) for group in groups):
         counts["prompt_tokens_details"] = {"cached_tokens": cached}
     return counts
 

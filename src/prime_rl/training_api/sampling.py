@@ -115,7 +115,7 @@ def parse_sample(body: Mapping[str, Any], max_len: int, vocab: int, seed: int) -
 
 def encode_samples(request: SampleRequest, outputs: Sequence[Output]) -> bytes:
     """Encode a `SampleResponse`; `ValueError` if the engine rejected the request."""
-    message = CLASSES["SampleResponse"](prompt_cache_hit_tokens=outputs[0].num_cached)
+    message = CLASSES["SampleResponse"](prompt_cache_hit_tokens=min(output.num_cached for output in outputs))
     for output in outputs:
         if output.finish_reason in ("error", "abort"):
             raise ValueError(str(output.stop_reason or "the sample was aborted: its adapter was removed"))

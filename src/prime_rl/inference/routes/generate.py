@@ -66,7 +66,7 @@ async def generate(service: ServerState, request: Request) -> Response:
             choice = _choice(i, slice_output(output, 0), parsed) | _end(output)
             choices.append({**choice, "text": service.writer.text(output)} if text_mode else choice)
         scores = service.writer.prompt_scores(prompt, outputs[0], parsed)
-        return {**head, "choices": choices, "usage": usage(len(prompt), outputs), **shown, **scores}
+        return {**head, "choices": choices, "usage": usage([prompt], outputs), **shown, **scores}
 
     return await write(service, outputs, parsed, build_response)
 

@@ -293,19 +293,19 @@ def stream_events(
         return b"data: " + orjson.dumps({**head, **content}) + b"\n\n"
 
     async def lines() -> AsyncIterator[bytes]:
-        outputs = []
+        outputs: dict[GenerationRequest, Output] = {}
         if opening is not None:
             yield line(opening)
         try:
             async for event in service.engine.stream(job.requests):
                 yield line(build_piece(event))
                 if isinstance(event, Output):
-                    outputs.append(event)
+                    outputs[event.request] = event
         except Exception as error:
             yield b"data: " + build_error_response(request, error).body + b"\n\n"
             return
         if job.parsed.include_usage:
-            yield line({"choices": [], "usage": usage(sum(map(len, job.prompts)), outputs)})
+            yield line({"choices": [], "usage": usage(job.prompts, [outputs[single] for single in job.requests])})
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")

@@ -135,6 +135,7 @@ def test_streaming_equals_non_streaming(server: RunningServer) -> None:
     settings["extra_body"] = {"ignore_eos": True, "stop": ["zz"], "return_token_ids": True}
 
     async def use(client: AsyncOpenAI) -> Any:
+        await client.chat.completions.create(**settings)  # caches the prompt for both
         whole = await client.chat.completions.create(**settings, logprobs=True)
         options = {"include_usage": True}
         stream = await client.chat.completions.create(**settings, logprobs=True, stream=True, stream_options=options)
@@ -152,6 +153,18 @@ def test_streaming_equals_non_streaming(server: RunningServer) -> None:
         ids = [token for choice in mine for token in (choice.model_extra.get("token_ids") or [])]
         assert ids == whole.choices[index].model_extra["token_ids"]
         assert mine[-1].finish_reason == whole.choices[index].finish_reason
+
+
+def test_cached_tokens_count_once_per_prompt(server: RunningServer) -> None:
+    prompts = [list(range(40, 60)), list(range(60, 77))]
+    body = {"prompt": prompts, "max_tokens": 3, "n": 3, "seed": 0}
+    first = server.post("/v1/completions", body).json()["usage"]
+    assert first["prompt_tokens"] == 37
+    assert "prompt_tokens_details" not in first  # the other choices share a prompt that this request computed
+    second = server.post("/v1/completions", body).json()["usage"]
+    assert second["prompt_tokens_details"] == {"cached_tokens": 19 + 16}  # all but the last of each
+    lines = server.post("/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}}).text
+    assert json.loads(lines.split("data: ")[-2])["usage"] == second
 
 
 def test_plain_completions(server: RunningServer) -> None:
