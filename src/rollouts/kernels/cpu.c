@@ -1284,6 +1284,20 @@ static void tiles_of_int8(const char *x, int64_t inputs, const char *panel, floa
   }
 }
 
+/* Rows of a panel of a gated layer, HALF gates and then HALF values that they multiply, of which `gate_row` writes the
+ * products: `inner` elements per row of `out`, of bf16 if it `rounds`. */
+typedef struct {
+  void *out;
+  int64_t inner, columns;
+  int rounds;
+} Gate;
+
+ALWAYS void gate_row(const Gate *gate, float *sums, int64_t row) {
+  void *to = at_number(gate->out, row * gate->inner, gate->rounds);
+  gated_row(sums, sums + HALF, gate->rounds ? sums : to, gate->columns);
+  if (gate->rounds) round_row(sums, to, HALF);
+}
+
 /* AMX: products by tile registers of 16 rows of 64 bytes. The instructions of a tile compute each of its rows alone and
  * sum in a fixed order, so they serve any number of rows. */
 #if defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
@@ -1321,6 +1335,19 @@ ALWAYS const char *fetch_on(const char *from, int64_t bytes) {
   return from + bytes;
 }
 
+/* Rows that wait for `gate_row`: `next` to `end` of those at `sums`, the first of which is `row` of the outputs. */
+typedef struct {
+  const Gate *gate; /* or NULL */
+  float *sums;
+  int64_t row, next, end;
+} Waiting;
+
+ALWAYS void gate_next(Waiting *w) {
+  if (w->next == w->end) return;
+  gate_row(w->gate, w->sums + w->next * PANEL, w->row + w->next);
+  w->next++;
+}
+
 enum {
   PARTS = 4,        /* of a step of `amx_sums` */
   NEAR = 2048,      /* bytes that few rows prefetch ahead of a tile of weights: farther ahead, memory is slower */
@@ -1339,10 +1366,11 @@ ALWAYS void fetch_following(Following following) {
 }
 
 /* Tiles 0 to 3 = sums over `steps` times 64 bytes: 4 x 16 outputs of the rows at x (tile 4), or 2 x 16 outputs of these
- * and then of the rows at `second` (tile 5). `row`: bytes between rows. Prefetches `ahead`, `share` bytes per part, or by
+ * and then of the rows at `second` (tile 5). `row`: bytes between rows. While tiles are multiplied, each step gates a row
+ * of `waiting`, if one is left. Prefetches `ahead`, `share` bytes per part, or by
  * `fetch_near`: at an even pace, because lines that are prefetched at once wait for each other and let tiles wait. */
 ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char *panel, int64_t steps,
-                     const char *ahead, int64_t share, Following following, int format) {
+                     const char *ahead, int64_t share, Following following, Waiting *waiting, int format) {
 #define AMX_ADD(sum, a, b) \
   do { \
     if (format == INT8) _tile_dpbsud(sum, a, b); \
@@ -1380,6 +1408,7 @@ ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char 
       AMX_ADD(2, 4, 6);
       AMX_ADD(3, 4, 7);
     }
+    if (waiting) gate_next(waiting);
   }
 }
 
@@ -1392,22 +1421,24 @@ ALWAYS void write_row(float *out, const float *from, int64_t columns, int is_lar
   else memcpy(out, from, sizeof(float) * (size_t)columns);
 }
 
-/* `tiles` for DOTS, of rows `row` bytes apart; `inputs` is a multiple of STEP. `is_large`: see LARGE. */
-static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *panel, float *out, int64_t outputs,
-                     int64_t columns, Following following, int64_t rows, int is_large) {
+/* `tiles` for DOTS, of rows `row` bytes apart; `inputs` is a multiple of STEP. `is_large`: see LARGE. With `gate` its
+ * outputs are written, and none to `out`. */
+ALWAYS void amx_dots_gated(const char *x, int64_t row, int64_t inputs, const char *panel, float *out, int64_t outputs,
+                           int64_t columns, Following following, int64_t rows, int is_large, const Gate *gate) {
   int64_t height = amx_height(rows), steps = inputs / STEP;
   int64_t share = amx_ahead(following.next.bytes, PARTS * steps, rows);
-  int copies = is_large || columns < PANEL;
+  int copies = is_large || columns < PANEL || gate;
   int64_t width = copies ? PANEL : outputs;
   const char *ahead = following.next.from;
-  float part[2][AMX_ROWS * PANEL] __attribute__((aligned(64)));
+  float parts[gate ? 2 : 1][2][AMX_ROWS * PANEL] __attribute__((aligned(64)));
+  Waiting waiting[2] = {{gate}, {gate}};
   for (int64_t r = 0; r < rows; r += 2 * height) {
     int64_t last = rows - height, num = r < last ? 2 : 1;
     int64_t from[] = {r < last ? r : last, r + height < last ? r + height : last};
-    float *to[2];
+    float *to[2], (*part)[AMX_ROWS * PANEL] = parts[gate && r / (2 * height) % 2];
     for (int i = 0; i < num; i++) to[i] = copies ? part[i] : out + from[i] * outputs;
     if (num == 1) {
-      amx_sums(x + from[0] * row, NULL, row, panel, steps, ahead, share, following, DOTS);
+      amx_sums(x + from[0] * row, NULL, row, panel, steps, ahead, share, following, gate ? waiting : NULL, DOTS);
       fetch_following(following);
       _tile_stored(0, to[0], 4 * width);
       _tile_stored(1, to[0] + 16, 4 * width);
@@ -1415,16 +1446,33 @@ static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *pan
       _tile_stored(3, to[0] + 48, 4 * width);
     }
     for (int64_t c = 0; c < PANEL && num == 2; c += HALF, ahead += PARTS * steps * share) {
-      amx_sums(x + from[0] * row, x + from[1] * row, row, panel + 4 * c, steps, ahead, share, following, DOTS);
+      amx_sums(x + from[0] * row, x + from[1] * row, row, panel + 4 * c, steps, ahead, share, following,
+               gate ? waiting + c / HALF : NULL, DOTS);
       _tile_stored(0, to[0] + c, 4 * width);
       _tile_stored(1, to[0] + c + 16, 4 * width);
       _tile_stored(2, to[1] + c, 4 * width);
       _tile_stored(3, to[1] + c + 16, 4 * width);
     }
-    for (int64_t i = 0; i < num * height && copies; i++)
+    for (int64_t i = 0; i < 2 && gate; i++) {
+      while (waiting[i].next < waiting[i].end) gate_next(waiting + i);
+      waiting[i] = (Waiting){gate, part[i], from[i], 0, i < num ? height : 0};
+    }
+    for (int64_t i = 0; i < num * height && copies && !gate; i++)
       write_row(out + (from[i / height] + i % height) * outputs, part[i / height] + i % height * PANEL, columns, is_large);
   }
+  for (int64_t i = 0; i < 2 && gate; i++)
+    while (waiting[i].next < waiting[i].end) gate_next(waiting + i);
   if (is_large) _mm_sfence();
+}
+
+static void amx_dots(const char *x, int64_t row, int64_t inputs, const char *panel, float *out, int64_t outputs,
+                     int64_t columns, Following following, int64_t rows, int is_large) {
+  amx_dots_gated(x, row, inputs, panel, out, outputs, columns, following, rows, is_large, NULL);
+}
+
+static void amx_gated_dots(const char *x, int64_t row, int64_t inputs, const char *panel, Following following,
+                           int64_t rows, const Gate *gate) {
+  amx_dots_gated(x, row, inputs, panel, NULL, 0, PANEL, following, rows, 0, gate);
 }
 
 /* `tiles_of_int8` with the same bits. */
@@ -1439,7 +1487,7 @@ static void amx_int8(const char *x, int64_t inputs, const char *panel, float *ou
     for (int64_t g = 0; g < groups; g++) {
       int64_t first = g * GROUP, steps = (padded - first < GROUP ? padded - first : GROUP) / 64;
       const char *weights = panel + g * (GROUP + 4) * PANEL, *scales = weights + steps * 64 * PANEL;
-      amx_sums(x + from * row + first, NULL, row, weights, steps, ahead, share, (Following){next, NULL}, INT8);
+      amx_sums(x + from * row + first, NULL, row, weights, steps, ahead, share, (Following){next, NULL}, NULL, INT8);
       ahead += PARTS * steps * share;
       int64_t rest = amx_ahead(PARTS * steps * share, height, 1); /* while tiles rest, as much as while they work */
       _tile_stored(0, sums[0], 4 * PANEL);
@@ -1548,6 +1596,14 @@ static void panel_product(const Linear *l, const void *x, float *out, float *scr
   int is_blocked = l->format == FP32 || l->format == BF16;
   const char *panel = panel_of(l, p).from;
   Following following = {next, are_few(rows, l->format) && !widen ? panel + panel_bytes(l) : NULL};
+  Gate gate = {at_number(out, first, l->rounds), inner, l->rounds ? HALF : columns, l->rounds};
+#ifdef HAS_AMX
+  if (use_amx && l->format == DOTS && l->kind == GATED && !l->bias) {
+    int64_t wide = whole_steps(inputs);
+    amx_gated_dots(x, 2 * wide, wide, panel, following, rows, &gate);
+    return;
+  }
+#endif
   if (!is_blocked) whole_product(x, inputs, panel, to, stride, written, following, rows, l->format);
   for (int64_t start = 0; start < inputs && is_blocked; start += l->block) {
     int64_t size = inputs - start < l->block ? inputs - start : l->block, bytes = size * PANEL * item;
@@ -1567,15 +1623,12 @@ static void panel_product(const Linear *l, const void *x, float *out, float *scr
   if (l->kind == PLAIN) return;
   if (l->bias) add_bias(to + HALF, stride, l->bias + inner + first, rows, columns);
   for (int64_t r = 0; r < rows; r++) {
-    const float *left = pairs + r * PANEL, *right = left + HALF;
-    if (l->kind == GATED && l->rounds) {
-      gated_row(left, right, pairs + r * PANEL, HALF);
-      round_row(left, (uint16_t *)out + r * inner + first, HALF);
-    } else if (l->kind == GATED) {
-      gated_row(left, right, out + r * inner + first, columns);
+    float *sums = pairs + r * PANEL;
+    if (l->kind == GATED) {
+      gate_row(&gate, sums, r);
     } else {
-      memcpy(out + r * outputs + first, left, sizeof(float) * (size_t)columns);
-      memcpy(out + r * outputs + inner + first, right, sizeof(float) * (size_t)columns);
+      memcpy(out + r * outputs + first, sums, sizeof(float) * (size_t)columns);
+      memcpy(out + r * outputs + inner + first, sums + HALF, sizeof(float) * (size_t)columns);
     }
   }
 }
