@@ -57,7 +57,7 @@ CONFIG = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.3,
 }
-SMALL = {"head_dim": 16, "num_hidden_layers": 1}
+SMALL = {"head_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 """Changes for tests of the order of steps, whose kernels are interpreted."""
 FORBIDDEN = ("item", "_local_scalar_dense", "nonzero", "is_nonzero", "unique", "masked_select", "bincount", "equal")
 
