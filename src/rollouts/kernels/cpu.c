@@ -466,7 +466,7 @@ ALWAYS float find_largest(const Row *row) {
 }
 
 /* The sum over a row of exp(x - most), in fp64; up to each of its parts in `ends`, if given. `moment`, if given, becomes
- * the sum of exp(x - most) (x - most). */
+ * the sum of exp(x - most) (x - most). Prefetches the row that follows, which is read next and waits for memory. */
 ALWAYS double sum_parts(const Row *row, float most, double *ends, double *moment) {
   int64_t part = part_of(row->size);
   double total = 0;
@@ -475,6 +475,7 @@ ALWAYS double sum_parts(const Row *row, float most, double *ends, double *moment
     dvec sums[2] = {{0}, {0}};
     vec products = {0};
     for (int64_t i = start; i < end; i += LANES) {
+      __builtin_prefetch(at_number(row->logits, row->size + i, row->narrow), 0, 2);
       vec below = load_scaled(row, i) - all(most), p = exp_of(below);
       fvec halves[2];
       memcpy(halves, &p, sizeof p);
