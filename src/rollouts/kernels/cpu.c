@@ -1368,8 +1368,8 @@ ALWAYS void fetch_following(Following following) {
 
 /* Tiles 0 to 3 = sums over `steps` times 64 bytes: 4 x 16 outputs of the rows at x (tile 4), or 2 x 16 outputs of these
  * and then of the rows at `second` (tile 5). `row`: bytes between rows. While tiles are multiplied, each step gates a row
- * of `waiting`, if one is left. Prefetches `ahead`, `share` bytes per part, or by
- * `fetch_near`: at an even pace, because lines that are prefetched at once wait for each other and let tiles wait. */
+ * of `waiting`, if one is left. Prefetches `ahead`, `share` bytes per part, or by `fetch_near`: at an even pace, because
+ * lines that are prefetched at once wait for each other and let tiles wait. */
 ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char *panel, int64_t steps,
                      const char *ahead, int64_t share, Following following, Waiting *waiting, int format) {
 #define AMX_ADD(sum, a, b) \
