@@ -72,7 +72,7 @@ class PeakMeter:
     def __init__(self, dtype: str, resources: Resources) -> None:
         import torch
 
-        from rollouts.kernels import cpu
+        from rollouts.kernels import cpu, native
         from rollouts.kernels.onednn import pack_weight, packed_linear
 
         x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
@@ -81,7 +81,7 @@ class PeakMeter:
         if dtype != "int8":
             narrow, packed = x.to(getattr(torch, dtype)), pack_weight(weight.to(getattr(torch, dtype)))
             self._products.append(lambda: packed_linear(narrow, packed))
-        if cpu.library() is not None:
+        if native.library() is not None:
             rounded = weight.bfloat16() if dtype == "bfloat16" else weight
             kernel = cpu.PackedWeight(rounded, rounded=True, quantized=dtype == "int8")
             self._products.append(lambda: kernel(x))

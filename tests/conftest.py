@@ -64,9 +64,9 @@ def pytest_collection() -> Iterator[None]:
     gc.freeze()
     gc.enable()
     if "torch" in sys.modules:
-        from rollouts.kernels import cpu
+        from rollouts.kernels import native
 
-        cpu.library()
+        native.library()
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` has deselected

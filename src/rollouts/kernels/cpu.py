@@ -1,266 +1,37 @@
-"""fp32 CPU kernels in C (`cpu.c`): RMSNorm, RoPE, SwiGLU, softmax, attention, GEMM, and a fused decode step.
+"""CPU kernels by tensors: RMSNorm, RoPE, SwiGLU, softmax, attention, sampling, and products with packed weights.
 
-They are compiled on first use by the machine's C compiler (a few seconds) and cached in the user's cache directory.
-Without a compiler, `library` logs one warning and callers fall back to torch operations, which are slower and differ in
-the last bits; all processes of a machine take the same path.
+They call the C functions of `rollouts.kernels.native`; see `library` there for machines without a compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
-import logging
-import os
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rollouts.kernels import huge_pages, onednn
-from rollouts.kernels.build_cache import user_cache_dir
-
-SOURCE = Path(__file__).with_suffix(".c")
-OFF = "ROLLOUTS_NATIVE"
-"""Environment variable: 0 disables the kernels."""
-
-FLAGS = "-O3 -march=native -ffp-contract=off -fno-math-errno -std=gnu11 -fPIC -Wno-psabi".split()
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-DELTA_ROWS = 4
-"""As in `cpu.c`: rows of an adapter that are computed at once."""
-
-
-class ShapeStruct(ctypes.Structure):
-    """`Shape` of `cpu.c`."""
-
-    _fields_ = [
-        (name, _I)
-        for name in (
-            *("layers", "hidden", "heads", "kv_heads", "size", "inner", "vocab"),
-            *("block_hidden", "block_heads", "block_inner"),
-            *("narrow", "dots", "format", "threads", "scratch_size", "shared_offset"),
-        )
-    ]
-
-
-LAYER_FIELDS = (
-    *("norm", "qk_norm", "mlp_norm", "qkv", "out", "gate_up", "down"),
-    *("qkv_bias", "out_bias", "gate_up_bias", "down_bias"),
+from rollouts.kernels import huge_pages, native, onednn
+from rollouts.kernels.native import (
+    BF16,
+    DOTS,
+    FP32,
+    GATED,
+    INT8,
+    LANES,
+    MAX_HEAD_DIM,
+    ONE_BY_ONE,
+    PAIRED,
+    CausalStruct,
+    ShapeStruct,
 )
 
-
-class LayerStruct(ctypes.Structure):
-    """`Layer` of `cpu.c`: addresses, None for NULL, and whether queries and keys are rotated."""
-
-    _fields_ = [*((name, _P) for name in LAYER_FIELDS), ("has_rope", _I)]
-
-
-class CausalStruct(ctypes.Structure):
-    """`Causal` of `cpu.c`."""
-
-    _fields_ = [
-        (name, _I)
-        for name in (
-            *("seqs", "rows", "heads", "kv_heads", "keys", "size"),
-            *(
-                "query_stride",
-                "seq_stride",
-                "key_stride",
-                "head_stride",
-                "window",
-                "block",
-                "scratch_size",
-                "threads",
-                "dots",
-                "narrow",
-            ),
-        )
-    ]
-
-
-class DeltaStruct(ctypes.Structure):
-    """`Delta` of `cpu.c`."""
-
-    _fields_ = [("rank", _I), ("width", _I), ("block", _I), ("scale", ctypes.c_double), ("matrices", _P)]
-
-
-SIGNATURES = {
-    "rms_norm": [_P, _I, _P, _P, _I, _F, _P, _P, _I, _I, _I, _I],
-    "rms_norm_backward": [_P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I],
-    "rotate": [_P, _I, _P, _P, _F, _P, _I, _I, _I, _I],
-    "swiglu": [_P, _I, _P, _I, _P, _I, _I, _I],
-    "swiglu_backward": [_P, _P, _P, _P, _P, _I, _I, _I],
-    "softmax": [_P, _I, _I],
-    "causal_attention": [_P] * 9,
-    "paged_attention": [_P, _P, _P, _I, *[_P] * 6],
-    "store_in_pages": [_P, _I, _P, _I, _P, _I, _P, _I, _I, _I, _I],
-    "causal_attention_backward": [_P] * 12,
-    "log_softmax": [_P, _P, _I, _I],
-    "sample": [_P, _P, _P, _P, _I, _I],
-    "head_forward": [_P, _P, _P, _P, _P, _P, _I, _I, _I],
-    "head_backward": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I],
-    "top": [_P, _I, _P, _P, _I, _I],
-    "filter_rows": [_P, _P, _P, _P, _I, _I],
-    "pack": [_P, _P, _I, _I, _I, _I],
-    "unpack": [_P, _P, _I, _I, _I, _I],
-    "pack_rounded": [_P, _P, _I, _I, _I],
-    "transpose_rounded": [_P, _P, _I, _I, _I],
-    "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I, _I],
-    "add_deltas": [_P, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I],
-    "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I, _P, _I, _P, _P, _I],
-}
-STRUCTS = {
-    "shape_struct_size": ShapeStruct,
-    "layer_struct_size": LayerStruct,
-    "causal_struct_size": CausalStruct,
-    "delta_struct_size": DeltaStruct,
-}
-"""Functions of `cpu.c` that return the size of a struct, and our declaration of it."""
 PLAIN = (Tensor, nn.Parameter)
-LANES = 16
-"""Floats of the widest vector (AVX-512). `cpu.c` uses 8 on other CPUs, so buffers padded to 16 fit both."""
 QUERY_ROWS = 96
 """Query rows (positions times heads of a key head) whose scores `causal_attention` holds at once."""
 MANY_KEYS = 2048
 """Beyond so many keys it holds a third of the rows, so that their scores stay in the CPU cache."""
-KEYS, MAX_HEAD_DIM = 128, 256
-"""As in `cpu.c`: keys per block of the cache, largest head."""
-FP32, BF16, DOTS, INT8 = range(4)
-"""As in `cpu.c`: element format of a packed weight."""
-ONE_BY_ONE, PAIRED, GATED = range(3)
-"""As in `cpu.c` (`ONE_BY_ONE` is its `PLAIN`): layout of the outputs of a packed weight."""
-
-_logger = logging.getLogger(__name__)
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, after one warning, if they cannot be compiled. `RuntimeError` for other structs."""
-    if os.environ.get(OFF) == "0":
-        return None
-    compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    if compiler is None:
-        _logger.warning("no C compiler found: norms and decoding run as single torch operations, which is slower")
-        return None
-    try:
-        loaded = ctypes.CDLL(str(_compiled(shlex.split(compiler))))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-        _logger.warning("%s cannot compile %s, torch's operations are used: %s", compiler, SOURCE.name, reason)
-        return None
-    _check_struct_sizes(loaded)
-    for name, arguments in SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
-    loaded.packed_size.argtypes, loaded.packed_size.restype = [_I, _I, _I], _I
-    loaded.max_rows_at_once.argtypes, loaded.max_rows_at_once.restype = [_I], _I
-    loaded.packed_keys_size.argtypes, loaded.packed_keys_size.restype = [_I, _I], _I
-    loaded.packed_inputs.argtypes, loaded.packed_inputs.restype = [_I, _I], _I
-    loaded.enable_amx.argtypes, loaded.enable_amx.restype = [_I], _I
-    loaded.uses_amx.argtypes, loaded.uses_amx.restype = [], _I
-    loaded.quantized_size.argtypes, loaded.quantized_size.restype = [_I, _I], _I
-    loaded.backward_scratch_size.argtypes, loaded.backward_scratch_size.restype = [_P], _I
-    loaded.run_scratch_size.argtypes, loaded.run_scratch_size.restype = [_P, _I], _I
-    loaded.decode_work_size.argtypes, loaded.decode_work_size.restype = [_P, _I, _I], _I
-    loaded.max_rank.argtypes, loaded.max_rank.restype = [], _I
-    loaded.has_dots.argtypes, loaded.has_dots.restype = [], ctypes.c_int
-    _enable_amx(loaded)
-    return loaded
-
-
-def _check_struct_sizes(loaded: Any) -> None:
-    """Raise `RuntimeError` if a struct has another size in C than in Python: calls would read wrong memory."""
-    for name, declared in STRUCTS.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = [], _I
-        size, expected = function(), ctypes.sizeof(declared)
-        if size != expected:
-            raise RuntimeError(
-                f"{declared.__name__} has {expected} bytes in {Path(__file__).name} but {size} in {SOURCE.name}: "
-                "declare the same fields in both"
-            )
-
-
-def _enable_amx(loaded: Any) -> None:
-    """Use AMX for bf16 and int8 products if they equal those by other instructions, and do not depend on the batch."""
-    if not loaded.enable_amx(1):
-        if "amx_bf16" in _processor():
-            _logger.info("the system or the compiler does not support AMX: products use AVX-512")
-        return
-    draw = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(37, 200, generator=draw), torch.randn(70, 200, generator=draw)
-    for format, operand in ((DOTS, weight.bfloat16()), (INT8, weight)):
-        found, alone = (_multiply(loaded, rows, operand, format) for rows in (x, x[:5]))
-        loaded.enable_amx(0)
-        expected = _multiply(loaded, x, operand, format)
-        is_right = torch.allclose(found, expected, rtol=0, atol=1e-3) and torch.equal(alone, found[:5])
-        if not is_right or (format == INT8 and not torch.equal(found, expected)):
-            _logger.warning("AMX products of this CPU are wrong, so they are not used: please report this")
-            return
-        loaded.enable_amx(1)
-
-
-def _multiply(loaded: Any, x: Tensor, weight: Tensor, format: int) -> Tensor:
-    """x weight^T by `loaded`, which may not be `library` yet."""
-    (rows, inputs), outputs = x.shape, len(weight)
-    size = loaded.packed_size(outputs, loaded.packed_inputs(inputs, format), ONE_BY_ONE)
-    packed, scratch, out = torch.zeros(size, dtype=torch.int16), torch.zeros(2 * x.numel()), torch.zeros(rows, outputs)
-    loaded.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, format, ONE_BY_ONE)
-    tensors = (x.data_ptr(), packed.data_ptr(), None, inputs, out.data_ptr(), scratch.data_ptr())
-    loaded.linear(*tensors, scratch.numel(), rows, outputs, inputs, format, ONE_BY_ONE, 1)
-    return out
-
-
-def _compiled(compiler: list[str]) -> Path:
-    """The library for this source, compiler and CPU; compiled unless it is cached."""
-    program = Path(shutil.which(compiler[0]) or compiler[0]).resolve()
-    flags = [*compiler[1:], *FLAGS, *_share_threads()]
-    made_of = [SOURCE.read_text(), str(flags), str(program), str(program.stat().st_mtime_ns), _processor()]
-    home = user_cache_dir("rollouts")
-    path = home / f"native-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (home / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=home) as work:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait
-        if path.exists():
-            return path
-        compiled, linked = Path(work) / "native.o", Path(work) / "native.so"
-        # Link no library: torch has loaded all that is needed, and a second OpenMP runtime must not be loaded.
-        link = ["-shared", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-nostdlib"]
-        for step in ([*flags, "-c", "-o", compiled, SOURCE], [*link, "-o", linked, compiled]):
-            subprocess.run([str(program), *map(str, step)], check=True, capture_output=True, text=True)
-        os.replace(linked, path)
-    return path
-
-
-def _share_threads() -> list[str]:
-    """The flag for OpenMP if torch's thread pool can be shared; a second pool would compete for the cores."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.is_file() else []
-    pools = sorted({line[line.index("/") :] for line in lines if "/libgomp" in line})
-    if len(pools) != 1:
-        return []
-    ctypes.CDLL(pools[0], mode=ctypes.RTLD_GLOBAL)  # resolves the symbols of the kernels
-    return ["-fopenmp"]
-
-
-def _processor() -> str:
-    """CPU features, which `-march=native` compiles for."""
-    cpus = Path("/proc/cpuinfo")
-    if not cpus.is_file():
-        return f"{sys.platform} {os.uname().machine}"
-    return next((line for line in cpus.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
 
 
 def runs_here(x: Tensor, *others: Tensor, narrow: bool = False) -> bool:
@@ -268,7 +39,7 @@ def runs_here(x: Tensor, *others: Tensor, narrow: bool = False) -> bool:
 
     With `narrow`, for the kernels that have it, also bf16 in rows of whole vectors.
     """
-    if torch.compiler.is_compiling() or library() is None:
+    if torch.compiler.is_compiling() or native.library() is None:
         return False
     if narrow and x.dtype == torch.bfloat16:
         if x.shape[-1] % (2 * LANES):
@@ -290,7 +61,7 @@ def rms_norm(
     heads = weight.shape[0] if weight.dim() > 1 else 1
     assert added is None or added.is_contiguous()
     shape = (scales.numel(), inner, x.shape[-1])
-    call("rms_norm", x, stride, added, weight.float(), heads, eps, out, scales, *shape, _is_narrow(x))
+    native.call("rms_norm", x, stride, added, weight.float(), heads, eps, out, scales, *shape, _is_narrow(x))
     return out, scales
 
 
@@ -307,7 +78,7 @@ def rms_norm_backward(
     grad_weight = torch.empty(parts, x.shape[-1])
     shape = (parts, scales.numel(), inner, x.shape[-1])
     wide = weight.float()
-    call("rms_norm_backward", grad, x, stride, wide, scales, grad_x, grad_weight, *shape, _is_narrow(x))
+    native.call("rms_norm_backward", grad, x, stride, wide, scales, grad_x, grad_weight, *shape, _is_narrow(x))
     return grad_x, grad_weight.sum(0).to(weight.dtype)
 
 
@@ -321,14 +92,14 @@ def rotate(
     x, stride, heads = flatten_rows(x)
     out, cos, sin = torch.empty(x.shape, dtype=x.dtype), cos.float(), sin.float()
     sign = -1.0 if back else 1.0
-    call("rotate", x, stride, cos, sin, sign, out, x.shape[0], heads, x.shape[2], _is_narrow(x))
+    native.call("rotate", x, stride, cos, sin, sign, out, x.shape[0], heads, x.shape[2], _is_narrow(x))
     return out
 
 
 def swiglu(gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"]) -> Float[Tensor, "rows size"]:
     """silu(gate) up; the inputs may be column slices of a wider matrix."""
     out = torch.empty(gate.shape, dtype=gate.dtype)
-    call("swiglu", gate, gate.stride(0), up, up.stride(0), out, *gate.shape, _is_narrow(gate))
+    native.call("swiglu", gate, gate.stride(0), up, up.stride(0), out, *gate.shape, _is_narrow(gate))
     return out
 
 
@@ -338,7 +109,7 @@ def swiglu_backward(
     """The gradients of gate and up."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
-    call("swiglu_backward", grad, gate, up, grad_gate, grad_up, *gate.shape, _is_narrow(gate))
+    native.call("swiglu_backward", grad, gate, up, grad_gate, grad_up, *gate.shape, _is_narrow(gate))
     return grad_gate, grad_up
 
 
@@ -349,7 +120,7 @@ def _is_narrow(x: Tensor) -> bool:
 def softmax_(scores: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
     """Row-wise softmax in place; padding a row with minus infinity changes no bit."""
     assert scores.is_contiguous()
-    call("softmax", scores, scores.numel() // scores.shape[-1], scores.shape[-1])
+    native.call("softmax", scores, scores.numel() // scores.shape[-1], scores.shape[-1])
     return scores
 
 
@@ -373,7 +144,7 @@ def causal_attention(
     shape, *memory = _allocate(q, k.shape[1], k.shape[2], strides, window, rounded)
     log_sums = torch.empty(q.shape[0], q.shape[2], q.shape[1])
     inputs = (q, k, v, starts.contiguous())
-    call("causal_attention", ctypes.addressof(shape), *inputs, *memory, log_sums)
+    native.call("causal_attention", ctypes.addressof(shape), *inputs, *memory, log_sums)
     return memory[-1], log_sums
 
 
@@ -394,7 +165,7 @@ def _allocate(
     narrow: bool = False,
 ) -> tuple[CausalStruct, Tensor, Tensor, Tensor]:
     """The struct of an attention call, and memory for packed keys, scratch and output."""
-    kernels = library()
+    kernels = native.library()
     assert kernels is not None and keys % LANES == 0
     (seqs, rows, heads, dim), group, threads = q.shape, q.shape[2] // kv_heads, torch.get_num_threads()
     block = max(1, QUERY_ROWS // (1 if keys <= MANY_KEYS else 3) // group)
@@ -427,7 +198,7 @@ def paged_attention(
     q = _in_one_row(q)
     shape, *memory = _allocate(q, keys, kv_heads, (0, 0, 0), window, rounded, narrow)
     inputs = (q, blocks, blocks.shape[1], pages, counts, starts)
-    call("paged_attention", ctypes.addressof(shape), *inputs, *memory)
+    native.call("paged_attention", ctypes.addressof(shape), *inputs, *memory)
     return memory[-1]
 
 
@@ -445,7 +216,7 @@ def store_in_pages(
     """
     assert blocks.is_contiguous() and places.is_contiguous() and places.shape == (3, len(k))
     k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (k, v))
-    call("store_in_pages", k, k.stride(0), v, v.stride(0), blocks, blocks.shape[1], places, *k.shape, narrow)
+    native.call("store_in_pages", k, k.stride(0), v, v.stride(0), blocks, blocks.shape[1], places, *k.shape, narrow)
 
 
 def causal_attention_backward(
@@ -460,7 +231,7 @@ def causal_attention_backward(
     rounded: bool = False,
 ) -> tuple[Float[Tensor, "seqs rows heads dim"], Float[Tensor, "..."], Float[Tensor, "..."]]:
     """The gradients of q, k and v of `causal_attention`; memory linear in `keys` (FlashAttention, 2205.14135)."""
-    kernels = library()
+    kernels = native.library()
     assert kernels is not None and k.stride() == v.stride()
     (seqs, rows, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
     threads, block = torch.get_num_threads(), max(1, QUERY_ROWS // (heads // kv_heads))
@@ -472,7 +243,7 @@ def causal_attention_backward(
     scratch = torch.empty(threads, shape.scratch_size)
     dq, dk, dv = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
     inputs = (grad.contiguous(), q, k, v, out, log_sums, starts.contiguous())
-    call("causal_attention_backward", ctypes.addressof(shape), *inputs, scratch, dq, dk, dv)
+    native.call("causal_attention_backward", ctypes.addressof(shape), *inputs, scratch, dq, dk, dv)
     return dq, dk, dv
 
 
@@ -480,7 +251,7 @@ def log_softmax(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
     """Log-softmax over the last dimension, with sums in fp64."""
     x, size = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
-    call("log_softmax", x, out, x.numel() // size, size)
+    native.call("log_softmax", x, out, x.numel() // size, size)
     return out
 
 
@@ -493,7 +264,7 @@ def sample(
     """
     logits = logits.contiguous()
     tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
-    call("sample", logits, noise.contiguous(), tokens, logprobs, *logits.shape)
+    native.call("sample", logits, noise.contiguous(), tokens, logprobs, *logits.shape)
     return tokens, logprobs
 
 
@@ -510,7 +281,7 @@ def head_forward(
         raise IndexError(f"labels are from {int(labels.min())} to {int(labels.max())}, the vocabulary has {vocab}")
     (logprobs, entropy), norms = torch.empty(2, rows), torch.empty(rows, 2)
     inputs = (labels.contiguous(), temperature.float().contiguous())
-    call("head_forward", logits, *inputs, logprobs, entropy, norms, rows, vocab, _is_narrow(logits))
+    native.call("head_forward", logits, *inputs, logprobs, entropy, norms, rows, vocab, _is_narrow(logits))
     return logprobs, entropy, norms
 
 
@@ -528,7 +299,7 @@ def head_backward(
     assert logits.is_contiguous() and logits.dtype == dtype
     slopes = [None if grad is None else grad.float().contiguous() for grad in (of_logprob, of_entropy)]
     inputs = (labels.contiguous(), temperature.float().contiguous(), norms, entropy.contiguous(), *slopes)
-    call("head_backward", logits, *inputs, logits, *logits.shape, _is_narrow(logits))
+    native.call("head_backward", logits, *inputs, logits, *logits.shape, _is_narrow(logits))
     return logits
 
 
@@ -536,7 +307,7 @@ def top(x: Float[Tensor, "rows size"], num: int) -> tuple[Float[Tensor, "rows nu
     """The `num` largest values of each row in descending order, and their places; of equal ones the first."""
     x, num = x.contiguous(), min(num, x.shape[1])
     values, places = torch.empty(len(x), num), torch.empty(len(x), num, dtype=torch.long)
-    call("top", x, num, values, places, *x.shape)
+    native.call("top", x, num, values, places, *x.shape)
     return values, places
 
 
@@ -548,13 +319,13 @@ def filter_logprobs_(
 ) -> None:
     """Set log-probs to minus infinity by `min_p`, `top_k` (0: all) and then `top_p`, which counts what is left."""
     assert logprobs.is_contiguous()
-    call("filter_rows", logprobs, min_p.log(), top_k, top_p, *logprobs.shape)
+    native.call("filter_rows", logprobs, min_p.log(), top_k, top_p, *logprobs.shape)
 
 
 def transpose_rounded(x: Float[Tensor, "rows columns"], width: int) -> Float[Tensor, "columns width"]:
     """The transpose in bf16, with zeros up to `width`, on a CPU with instructions for bf16."""
     out = torch.empty(x.shape[1], width, dtype=torch.bfloat16)
-    call("transpose_rounded", x.contiguous(), out, *x.shape, width)
+    native.call("transpose_rounded", x.contiguous(), out, *x.shape, width)
     return out
 
 
@@ -575,7 +346,7 @@ class PackedWeight:
         rounded: bool = False,
         quantized: bool = False,
     ) -> None:
-        kernels = library()
+        kernels = native.library()
         assert kernels is not None and weight.dtype in (torch.float32, torch.bfloat16)
         self.outputs, self.inputs = weight.shape
         self.format, self.kind, self.dtype = INT8 if quantized else FP32, PAIRED if paired else ONE_BY_ONE, weight.dtype
@@ -595,13 +366,13 @@ class PackedWeight:
     def update(self, weight: Float[Tensor, "outputs inputs"]) -> None:
         """Pack another weight of this shape and dtype into the same memory."""
         assert weight.is_cpu and weight.shape == (self.outputs, self.inputs) and weight.dtype == self.dtype
-        call("pack", weight.contiguous(), self.data, *weight.shape, self.format, self.kind)
+        native.call("pack", weight.contiguous(), self.data, *weight.shape, self.format, self.kind)
 
     def unpack(self) -> Float[Tensor, "outputs inputs"]:
         """The weight that was packed last; not of int8, which has lost its precision."""
         assert self.format != INT8
         weight = torch.empty(self.outputs, self.inputs, dtype=self.dtype)
-        call("unpack", self.data, weight, *weight.shape, self.format, self.kind)
+        native.call("unpack", self.data, weight, *weight.shape, self.format, self.kind)
         return weight
 
     def __call__(
@@ -624,7 +395,7 @@ def _multiply_packed(
     scratch: tuple[int, int],
 ) -> Float[Tensor, "rows outputs_or_half"]:
     """As `PackedWeight`, whose outputs and inputs are `size`."""
-    kernels = library()
+    kernels = native.library()
     assert kernels is not None
     x, bias = x.contiguous(), None if bias is None else bias.float()
     rows, threads = x.shape[0], torch.get_num_threads()
@@ -632,7 +403,7 @@ def _multiply_packed(
     if not rows:
         return out
     memory = torch.empty(threads, scratch[0] + scratch[1] * min(rows, kernels.max_rows_at_once(threads)))
-    call("linear", x, packed, bias, block, out, memory, memory.shape[1], rows, *size, format, kind, threads)
+    native.call("linear", x, packed, bias, block, out, memory, memory.shape[1], rows, *size, format, kind, threads)
     return out
 
 
@@ -648,18 +419,18 @@ def multiply_rounded(
 
     The weight, in fp32, is packed in `memory`, which is resized. `turned`: it is [inputs, outputs].
     """
-    kernels = library()
+    kernels = native.library()
     assert kernels is not None and x.dtype == weight.dtype == torch.float32
     outputs, inputs = reversed(weight.shape) if turned else weight.shape
     width = kernels.packed_inputs(inputs, DOTS)
     memory.resize_(kernels.packed_size(outputs, width, ONE_BY_ONE))
-    call("pack_rounded", weight.contiguous(), memory, outputs, inputs, turned)
+    native.call("pack_rounded", weight.contiguous(), memory, outputs, inputs, turned)
     return _multiply_packed(x, memory, bias, inputs, (outputs, inputs), DOTS, ONE_BY_ONE, (LANES, width // 2))
 
 
 def max_rank() -> int:
     """Largest rank of a LoRA delta; 0 without kernels."""
-    kernels = library()
+    kernels = native.library()
     return 0 if kernels is None else int(kernels.max_rank())
 
 
@@ -670,26 +441,26 @@ def supports_head_dim(size: int) -> bool:
 
 def run_scratch_size(shape: ShapeStruct, columns: int) -> int:
     """Floats that a thread needs where AMX computes the attention of rows to up to `columns` columns in common."""
-    kernels = library()
+    kernels = native.library()
     return 0 if kernels is None else int(kernels.run_scratch_size(ctypes.addressof(shape), columns))
 
 
 def decode_work_size(shape: ShapeStruct, widest: int, rows: int) -> int:
     """Floats of the activations of a decode step, of at most `widest` per row."""
-    kernels = library()
+    kernels = native.library()
     assert kernels is not None
     return int(kernels.decode_work_size(ctypes.addressof(shape), widest, rows))
 
 
 def supports_rounded_queries(dim: int) -> bool:
     """Whether the scores of a bf16 cache can be bf16 dot products."""
-    kernels = library()
+    kernels = native.library()
     return kernels is not None and bool(kernels.has_dots()) and dim % (2 * LANES) == 0
 
 
 def name_bf16_instructions() -> str:
     """The instructions that compute `rounded` products, by the name that Linux gives them: their bits differ."""
-    kernels = library()
+    kernels = native.library()
     if kernels is None or not kernels.has_dots():
         return ""
     return "amx_bf16" if kernels.uses_amx() else "avx512_bf16"
@@ -698,7 +469,7 @@ def name_bf16_instructions() -> str:
 @cache
 def has_bf16_products() -> bool:
     """Whether oneDNN's bf16 products are faster than those in fp32: measured 2 times with AVX512_BF16."""
-    return any(name in _processor() for name in ("avx512_bf16", "amx_bf16"))
+    return any(name in native.processor() for name in ("avx512_bf16", "amx_bf16"))
 
 
 def arithmetic_dtype(dtype: torch.dtype, device: torch.device, exact: bool = True) -> torch.dtype:
@@ -724,14 +495,6 @@ def find_block(inputs: int) -> int | None:
         if block <= inputs and torch.equal(PackedWeight(weight, block)(x), expected):
             return block
     return None
-
-
-def call(name: str, *arguments: Any) -> None:
-    """Call a kernel by name; tensors are passed by address."""
-    kernels = library()
-    assert kernels is not None
-    torch.get_num_threads()  # applies torch's setting to OpenMP in this thread
-    getattr(kernels, name)(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
 
 
 def flatten_rows(x: Float[Tensor, "*rows size"]) -> tuple[Tensor, int, int]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from rollouts.kernels import cpu
+from rollouts.kernels import cpu, native
 from rollouts.training.numerics import MIN_RANK, round_up
 
 
@@ -23,17 +23,17 @@ class PackedDelta:
 
     def __init__(self, matrices: Mapping[int, tuple[Tensor, Tensor]], scale: float, num_places: int) -> None:
         self.rank = next(iter(matrices.values()))[0].shape[0]
-        rank, width = max(self.rank, MIN_RANK), round_up(self.rank, cpu.LANES)
+        rank, width = max(self.rank, MIN_RANK), round_up(self.rank, native.LANES)
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         self._addresses = (ctypes.c_void_p * (2 * num_places))()
         for place, (a, b) in matrices.items():
             down = F.pad(a.detach().t(), (0, width - self.rank)).contiguous()
-            up = F.pad(b.detach().t(), (0, -b.shape[0] % cpu.LANES, 0, rank - self.rank)).contiguous()
+            up = F.pad(b.detach().t(), (0, -b.shape[0] % native.LANES, 0, rank - self.rank)).contiguous()
             self._held[place] = (down, up)
             self._addresses[2 * place], self._addresses[2 * place + 1] = down.data_ptr(), up.data_ptr()
         self._outputs = {place: b.shape[0] for place, (_, b) in matrices.items()}
         block = cpu.find_block(rank) or rank
-        self.struct = cpu.DeltaStruct(rank, width, block, scale, ctypes.addressof(self._addresses))
+        self.struct = native.DeltaStruct(rank, width, block, scale, ctypes.addressof(self._addresses))
 
     def matrices(self, place: int) -> tuple[Tensor, Tensor]:
         """A and B of a place, as views of the packed ones."""
@@ -46,12 +46,12 @@ class DeltaBatch:
 
     def __init__(self, adapters: Sequence[PackedDelta], rows: Sequence[Sequence[int]]) -> None:
         self._adapters = list(adapters)  # keeps the memory alive: the kernel has only addresses
-        self.deltas = (cpu.DeltaStruct * len(adapters))(*(adapter.struct for adapter in adapters))
+        self.deltas = (native.DeltaStruct * len(adapters))(*(adapter.struct for adapter in adapters))
         items = []
         for i, mine in enumerate(rows):
-            for at in range(0, len(mine), cpu.DELTA_ROWS):
-                part = mine[at : at + cpu.DELTA_ROWS]
-                items.append([i, len(part), *part, *[0] * (cpu.DELTA_ROWS - len(part))])
+            for at in range(0, len(mine), native.DELTA_ROWS):
+                part = mine[at : at + native.DELTA_ROWS]
+                items.append([i, len(part), *part, *[0] * (native.DELTA_ROWS - len(part))])
         self.items = np.array(items, dtype=np.int64)
 
     @property
@@ -65,4 +65,4 @@ class DeltaBatch:
         assert y.stride(1) == 1
         block = cpu.find_block(inputs) or inputs
         shape = (inputs, block, y, y.stride(0), y.shape[1], torch.get_num_threads())
-        cpu.call("add_deltas", *self.arguments, place, x, *shape)
+        native.call("add_deltas", *self.arguments, place, x, *shape)

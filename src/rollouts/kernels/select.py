@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rollouts.kernels import cpu
+from rollouts.kernels import cpu, native
 
 
 class Kernels(Protocol):
@@ -95,7 +95,7 @@ def find_head_kernels(hidden: Tensor, weight: Tensor) -> HeadKernels | None:
     """The kernels for the logits of a whole head; None for torch operations."""
     if hidden.is_cpu:
         is_narrow = hidden.dtype == torch.bfloat16
-        fits = not is_narrow or weight.shape[0] % (2 * cpu.LANES) == 0
+        fits = not is_narrow or weight.shape[0] % (2 * native.LANES) == 0
         return cast(HeadKernels, cpu) if fits and cpu.runs_here(hidden, weight, narrow=True) else None
     if not _is_supported(hidden, weight) or gpu_kernels() is None:
         return None

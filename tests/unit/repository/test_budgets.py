@@ -27,7 +27,7 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.transport import digests
-from rollouts.kernels import cpu as native
+from rollouts.kernels import native
 from rollouts.training import manifests
 from rollouts.training.batching import pack_samples
 from rollouts.training.rollout_gen.token_ledger import TokenLedger

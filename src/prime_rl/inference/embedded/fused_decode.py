@@ -1,4 +1,4 @@
-"""A decode step as one fused CPU kernel (`rollouts/kernels/cpu.c`): embedding, layers with adapters, cache, and head.
+"""A decode step as one kernel in C (`rollouts/kernels/native/decode.h`): embedding, layers, adapters, cache, and head.
 
 It computes in fp32; weights and cache may be bf16, and then also the inputs of products (`CausalLM.round_inputs`); or
 both int8. In fp32 and bf16 its log-probs are bitwise equal to the trainer's: products in fp32 use oneDNN's summation
@@ -21,8 +21,10 @@ from prime_rl.inference.embedded.attention import AttentionMetadata, DecodeBacke
 from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
 from prime_rl.trainer.models.causal_lm import CausalLM
 from rollouts.kernels import cpu as cpu_kernels
-from rollouts.kernels.cpu import LANES, PackedWeight
+from rollouts.kernels import native
+from rollouts.kernels.cpu import PackedWeight
 from rollouts.kernels.deltas import DeltaBatch
+from rollouts.kernels.native import LANES
 
 Rope = Callable[[int], tuple[Tensor, Tensor]]
 """Tables of cos and signed sin for positions below a length, in fp32."""
@@ -48,12 +50,12 @@ class FusedDecoder:
     ) -> None:
         config, weight = model.config, model.embedding().detach().to(dtype)
         self.rope = rope
-        self.layers = (cpu_kernels.LayerStruct * len(layers))()
+        self.layers = (native.LayerStruct * len(layers))()
         self._kept: list[Tensor] = []  # keeps the tensors alive: the kernel has only their addresses
         for slot, layer in zip(self.layers, layers, strict=True):
             slot.has_rope = layer.has_rope
             tensors = [*map(_wide, layer.norms), *(p.data for p in layer.products), *map(_wide, layer.biases)]
-            for name, tensor in zip(cpu_kernels.LAYER_FIELDS, tensors, strict=True):
+            for name, tensor in zip(native.LAYER_FIELDS, tensors, strict=True):
                 setattr(slot, name, None if tensor is None else tensor.data_ptr())
             self._kept += [tensor for tensor in tensors if tensor is not None]
         self.ends = (weight, _wide(model.model.norm.weight), head.data)
@@ -65,7 +67,7 @@ class FusedDecoder:
         qkv, out, gated, down = layers[0].products
         self.scratch = [max(each) for each in zip(*(p.scratch for p in (qkv, out, gated, down, head)), strict=True)]
         narrow = weight.dtype == torch.bfloat16
-        self.shape = cpu_kernels.ShapeStruct(
+        self.shape = native.ShapeStruct(
             *(len(layers), config.hidden_size, heads, kv_heads, config.head_dim, config.intermediate_size),
             *(config.vocab_size, qkv.block, out.block, down.block, narrow, model.rounds_inputs, qkv.format),
         )
@@ -116,7 +118,7 @@ class FusedDecode(DecodeBackend):
         size = self._work_size + shape.threads * shape.scratch_size
         if decoder.memory.numel() < size:
             decoder.memory = torch.empty(size)  # kept, like the logits
-        cpu_kernels.call(
+        native.call(
             "decode",
             *(ctypes.addressof(shape), ctypes.addressof(decoder.layers), *decoder.ends, decoder.eps),
             *(*decoder.rope(length), tokens, positions.ctypes.data, self._addresses, self._num_blocks, self._tables),

@@ -33,6 +33,7 @@ from prime_rl.trainer.models.causal_lm import (
     tensor_names,
 )
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.kernels.linear import multiply_wide, widens
 from rollouts.kernels.onednn import pack_weight, packed_linear, uses_onednn
@@ -153,7 +154,7 @@ def concat(tensors: Sequence[Tensor], out: Tensor | None) -> Tensor:
 
 def has_kernel(weight: Tensor, exact: bool) -> bool:
     """Whether the CPU kernels support this weight: faster than oneDNN for few rows, bitwise equal in exact mode."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or cpu_kernels.library() is None:
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or native.library() is None:
         return False
     return not exact or cpu_kernels.find_block(weight.shape[1]) is not None
 
@@ -274,7 +275,7 @@ def fuses_norms(weight: Tensor, exact: bool) -> bool:
 def normalize(x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool) -> Float[Tensor, "rows size"]:
     """Apply the norm; without kernels in fp32 on a CPU by `F.rms_norm`, which performs the same operations."""
     if (fuse and find_kernels(x, norm.weight) is None) or (
-        cpu_kernels.library() is None and x.dtype == torch.float32 and x.is_cpu
+        native.library() is None and x.dtype == torch.float32 and x.is_cpu
     ):
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
     return cast(Tensor, norm(x))
@@ -308,7 +309,7 @@ def build_fused(
             return None
         norms = (layer.norms[0].weight, layer.qk_weight, layer.norms[1].weight)
         held.append(LayerWeights(norms, kernels, [product.bias for product in products], layer.has_rope))
-    takes = BLOCK == cpu_kernels.KEYS and cpu_kernels.supports_head_dim(model.config.head_dim)
+    takes = BLOCK == native.KEYS and cpu_kernels.supports_head_dim(model.config.head_dim)
     if head.kernel is None or model.config.logit_cap is not None or not takes:
         return None
     if any(kernel.format != head.kernel.format for layer in held for kernel in layer.products):

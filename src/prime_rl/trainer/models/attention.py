@@ -19,6 +19,7 @@ from torch import Tensor
 from prime_rl.trainer.models.decoder_config import AttentionMode
 from prime_rl.trainer.models.flash_attention import FlashPack, find_grouped_options
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 from rollouts.training.numerics import KEY_BLOCK, padded
 from rollouts.training.prefix_tree import PrefixTree
 
@@ -332,7 +333,7 @@ def is_faster_by_kernel(q: Float[Tensor, "tokens heads dim"]) -> bool:
     """Whether exact attention is faster than torch's fused kernel, too: 1.3 to 2 times in fp32, more in bf16."""
     if not q.is_cpu or q.dtype not in (torch.float32, torch.bfloat16) or torch.compiler.is_compiling():
         return False
-    return cpu_kernels.library() is not None and has_kernel_bits(q.shape[2])
+    return native.library() is not None and has_kernel_bits(q.shape[2])
 
 
 def zeros_if_none(starts: Int[Tensor, " seqs"] | None, seqs: int) -> Int[Tensor, " seqs"]:
@@ -351,7 +352,7 @@ def torch_causal_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | Non
 
 def runs_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the CPU kernel supports these tensors, `[seqs, rows, heads, dim]`, with the bits of torch's products."""
-    if k.shape[1] % cpu_kernels.LANES or k.stride() != v.stride() or k.stride(3) != 1:
+    if k.shape[1] % native.LANES or k.stride() != v.stride() or k.stride(3) != 1:
         return False
     return cpu_kernels.runs_here(q, k, v) and has_kernel_bits(q.shape[3])
 

@@ -23,6 +23,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_nam
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import MODEL_CLASSES
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.numerics import MIN_TOKENS
@@ -148,10 +149,10 @@ def check_trainer(output: Output, model: CausalLM, tolerance: float, dtype: torc
 @pytest.mark.parametrize("name", PATHS)
 def test_path_equals_the_trainer(name: str, model_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = PATHS[name]
-    if path.backend is FusedDecode and cpu_kernels.library() is None:
+    if path.backend is FusedDecode and native.library() is None:
         pytest.skip("no C compiler; cure: apt-get install gcc")
     if path.backend is EagerDecode:
-        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+        monkeypatch.setattr(native, "library", lambda: None)
     model, engine = build_model(model_name), EmbeddedEngine(build_model(model_name), **path.options)
     outputs, backends = run(engine, draw_prompts(path.prompts, engine), path.max_tokens)
     backend = EagerDecode if model_name == "gemma3" else path.backend
@@ -162,7 +163,7 @@ def test_path_equals_the_trainer(name: str, model_name: str, monkeypatch: pytest
         check_trainer(output, model, path.tolerance)
 
 
-@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+@pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
 @pytest.mark.parametrize("name", ["chunked prefill", "decode over a block's end", "shared prefixes"])
 def test_path_in_bfloat16_equals_the_trainer(name: str) -> None:
     """With the inputs of products rounded where the CPU has instructions for it, and in fp32 elsewhere."""
@@ -176,11 +177,11 @@ def test_path_in_bfloat16_equals_the_trainer(name: str) -> None:
 
 INT8 = pytest.param(
     *("qwen3", {"exact": False, "quantization": "int8"}),
-    marks=pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc"),
+    marks=pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc"),
 )
 
 
-@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+@pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [("float32", {}), ("bfloat16", {}), ("bfloat16", {"exact": False}), ("float32", INT8.values[1])],
@@ -241,7 +242,7 @@ def test_adapter_equals_its_trainer(
 ) -> None:
     model, adapted, engine = build_adapted(model_name, packs, monkeypatch, **options)
     outputs, backends = run(engine, draw_prompts("different", engine), 20, (None, "a"))
-    if model_name == "gemma3" or cpu_kernels.library() is None:
+    if model_name == "gemma3" or native.library() is None:
         assert backends == {EagerDecode}
     elif packs:
         assert backends == {FusedDecode}
@@ -253,7 +254,7 @@ def test_adapter_equals_its_trainer(
         check_trainer(output, one, 0.5 if "quantization" in options else 0.0, dtype)
 
 
-@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+@pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_short_prompt_joins_decoding_with_packed_adapters(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a pass over chunks would pad the decoding sequences to its length."""

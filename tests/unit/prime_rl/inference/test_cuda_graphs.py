@@ -42,7 +42,7 @@ from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder, fuses_
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
-from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 from rollouts.training.numerics import min_rows
 
 CONFIG = {
@@ -65,7 +65,7 @@ FORBIDDEN = ("item", "_local_scalar_dense", "nonzero", "is_nonzero", "unique", "
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither kernels nor packed weights, which a CPU alone has."""
-    monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
     before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
     yield
     torch.backends.mkldnn.enabled = before

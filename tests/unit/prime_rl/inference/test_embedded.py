@@ -50,7 +50,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_nam
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.weights import digest_tensor
-from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.sampling import sample_tokens, uniform
@@ -230,7 +230,7 @@ def test_a_group_shares_its_prompt() -> None:
 @pytest.mark.parametrize("length", [40, BLOCK, 300])
 def test_equal_prompts_are_computed_in_one_pass(length: int, blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if blocks == "slots":
-        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+        monkeypatch.setattr(native, "library", lambda: None)
     prompt = random.Random(length).choices(range(256), k=length)
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"top_p": 0.5}, {"logit_bias": ((7, 5.0),)}, {}, {}]
     group = [request(prompt, seed=i, top_logprobs=2, **params) for i, params in enumerate(settings)]

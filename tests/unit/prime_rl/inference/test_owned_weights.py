@@ -20,9 +20,10 @@ from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.registry import load_decoder, read_files
 from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 from rollouts.training.tensor_files import MappedTensors, save_tensors
 
-needs_kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODELS = {

@@ -20,9 +20,10 @@ from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-needs_kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
 
 
 def build_engine(**options: Any) -> tuple[EmbeddedEngine, PagedBlocks]:

@@ -19,7 +19,7 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import EngineStats, GenerationRequest
 from prime_rl.inference.routes import openai as routes
 from prime_rl.inference.server import choose_backend
-from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 
 CHAT: list[Any] = [{"role": "user", "content": "abc"}]
 PROMPT = [97, 98, 99, 100]
@@ -152,7 +152,7 @@ def test_more_requests_that_cannot_be_honoured_are_refused(server: RunningServer
     refused({"lora_name": "x", "lora_path": "/etc"}, "weight_dirs", "/v1/load_lora_adapter", 403)
 
 
-@pytest.mark.skipif(cpu_kernels.library() is None, reason="needs the CPU kernels")
+@pytest.mark.skipif(native.library() is None, reason="needs the CPU kernels")
 def test_metrics_count_drafted_and_accepted_tokens(server: RunningServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 60, "seed": 5, "ignore_eos": True}
     first = server.post("/v1/completions", body).json()["choices"][0]["text"]

@@ -15,9 +15,9 @@ from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_slots
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
-from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 
-pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
 
 SHAPE = {
     "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,

@@ -19,11 +19,11 @@ from prime_rl.inference.embedded.step_costs import FORGETTING, MAX_ROWS, MIN_MEA
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams, StreamUpdate
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
-from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(cpu_kernels.library() is None, reason="needs the CPU kernels"),
+    pytest.mark.skipif(native.library() is None, reason="needs the CPU kernels"),
 ]
 
 

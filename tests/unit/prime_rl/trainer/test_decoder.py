@@ -31,6 +31,7 @@ from prime_rl.trainer.models.gemma3 import Gemma3LM
 from prime_rl.trainer.models.moe import SparseMLP, compute_imbalance, pop_expert_load
 from prime_rl.trainer.models.registry import MODEL_CLASSES, fill_weights
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 from rollouts.training.numerics import KEY_MULTIPLE, padded
 
 SHAPE = dict(
@@ -302,7 +303,7 @@ def test_blocked_attention_matches_unblocked_bit_for_bit(window: int | None, mon
     assert torch.equal(PackedAttention(lengths, mode="sdpa")(0, *narrow, window), in_fp32.bfloat16())
 
 
-@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+@pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rows", "keys", "window"),
@@ -359,7 +360,7 @@ def test_gradients_of_rounded_attention(dim: int, keys: int, mean: float) -> Non
 
 
 @torch.no_grad()
-@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+@pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(6, 2, 64, None), (4, 2, 32, 200), (4, 1, 128, 37)])
 def test_attention_kernel_equals_fp64_and_torch_bits(heads: int, kv_heads: int, dim: int, window: int | None) -> None:
     """Whole sequences and the rows of a later chunk, whose keys are partly in the cache."""

@@ -1,4 +1,4 @@
-/* AMX in C, as Intel documents the instructions, to test `cpu.c` on CPUs without AMX: compile it with this file
+/* AMX in C, as Intel documents the instructions, to test `kernels.c` on CPUs without AMX: compile it with this file
  * included and the macros of AMX defined. The first invalid use is kept, see `emulation_error`. */
 #include <float.h>
 #include <immintrin.h>

@@ -18,6 +18,7 @@ from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, swiglu
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 from rollouts.kernels.cpu import PackedWeight
 
 HEADER = Path(__file__).with_name("emulated_amx.h")
@@ -25,7 +26,7 @@ MACROS = ["-D__AMX_TILE__", "-D__AMX_BF16__", "-D__AMX_INT8__"]
 
 
 def has_dots() -> bool:
-    kernels = cpu_kernels.library()
+    kernels = native.library()
     return kernels is not None and bool(kernels.has_dots())
 
 
@@ -38,9 +39,9 @@ pytestmark = [
 def compile_with(cache_dir: Path, *flags: str) -> ctypes.CDLL:
     """The kernels with further flags, without optimization."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in cpu_kernels.FLAGS] + [*flags])
+        patch.setattr(native, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in native.FLAGS] + [*flags])
         patch.setenv("XDG_CACHE_HOME", str(cache_dir))
-        library = cpu_kernels.library.__wrapped__()
+        library = native.library.__wrapped__()
     assert library is not None
     return library
 
@@ -60,8 +61,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def kernels(compiled: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
     """The emulation as the kernels of this process: a test must use it, and without any invalid access."""
-    monkeypatch.setattr(cpu_kernels, "library", lambda: compiled)
-    monkeypatch.setattr(cpu_kernels, "call", watched(cpu_kernels.call, compiled))
+    monkeypatch.setattr(native, "library", lambda: compiled)
+    monkeypatch.setattr(native, "call", watched(native.call, compiled))
     compiled.emulate(0, 0)
     assert compiled.enable_amx(1)
     before = compiled.emulated_products()
@@ -99,7 +100,7 @@ def test_products_for_any_number_of_rows(kernels: ctypes.CDLL, inputs: int, outp
     torch.set_num_threads(threads)
     weight, bias, x = draw(outputs, inputs).bfloat16(), draw(outputs, seed=1), draw(70, inputs, seed=2)
     packed = PackedWeight(weight, rounded=True)
-    assert packed.format == cpu_kernels.DOTS
+    assert packed.format == native.DOTS
     whole = packed(x, bias)
     expected = F.linear(x.bfloat16().double(), weight.double(), bias.double())
     torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-4)
@@ -222,7 +223,7 @@ def score(engine: EmbeddedEngine, output: Output) -> list[float]:
 
 def test_decode_steps_and_prefill_agree_in_any_batch(kernels: ctypes.CDLL) -> None:
     engine = EmbeddedEngine(build(), exact=False, max_model_len=128, enable_prefix_caching=False)
-    assert engine._decoder.fused is not None and engine._decoder.fused.shape.format == cpu_kernels.DOTS
+    assert engine._decoder.fused is not None and engine._decoder.fused.shape.format == native.DOTS
     requests = [
         GenerationRequest([3, 1 + i, 4, 1, 5][: 2 + i % 4], SamplingParams(max_tokens=5, seed=i)) for i in range(19)
     ]
@@ -297,10 +298,10 @@ def test_groups_on_this_cpu(head_dim: int, threads: int) -> None:
 def test_code_for_amx_runs_where_linux_refuses_it(tmp_path: Path) -> None:
     """With the compiler's own AMX instructions; other instructions are used on a CPU without AMX."""
     library = compile_with(tmp_path, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
-    has_amx = "amx_bf16" in cpu_kernels._processor()
+    has_amx = "amx_bf16" in native.processor()
     assert library.enable_amx(1) == has_amx
     x, weight = draw(5, 64), draw(70, 64, seed=1).bfloat16()
-    found = cpu_kernels._multiply(library, x, weight, cpu_kernels.DOTS)
+    found = native._multiply(library, x, weight, native.DOTS)
     torch.testing.assert_close(found, F.linear(x.bfloat16().float(), weight.float()), rtol=1e-5, atol=1e-4)
 
 
@@ -308,7 +309,7 @@ def test_refused_permission_leaves_other_instructions(kernels: ctypes.CDLL) -> N
     packed, x = PackedWeight(draw(70, 64).bfloat16(), rounded=True), draw(5, 64, seed=1)
     expected = packed(x)
     kernels.emulate(1, 0)
-    cpu_kernels._enable_amx(kernels)
+    native._enable_amx(kernels)
     before = kernels.emulated_products()
     torch.testing.assert_close(packed(x), expected, rtol=1e-5, atol=1e-4)
     assert kernels.emulated_products() == before
@@ -318,11 +319,11 @@ def test_wrong_products_are_found_and_not_used(kernels: ctypes.CDLL, caplog: pyt
     packed, x = PackedWeight(draw(70, 64).bfloat16(), rounded=True), draw(5, 64, seed=1)
     expected = packed(x)
     with caplog.at_level(logging.WARNING):
-        cpu_kernels._enable_amx(kernels)
+        native._enable_amx(kernels)
         assert not caplog.records and torch.equal(packed(x), expected)
         kernels.emulate(0, 1)
         assert not torch.allclose(packed(x), expected, atol=0.5)
-        cpu_kernels._enable_amx(kernels)
+        native._enable_amx(kernels)
     assert [record.message for record in caplog.records] == [
         "AMX products of this CPU are wrong, so they are not used: please report this"
     ]
@@ -336,12 +337,12 @@ def test_emulation_detects_access_beyond_memory(compiled: ctypes.CDLL, which: in
     tensors = [x, torch.empty(64 * 64, dtype=torch.bfloat16), torch.empty(5, 64), torch.empty(5 * 64 // 2)]
     compiled.emulate(0, 0)  # another test may have left it refused
     assert compiled.enable_amx(1)
-    compiled.pack(weight.data_ptr(), tensors[1].data_ptr(), 64, 64, cpu_kernels.DOTS, cpu_kernels.ONE_BY_ONE)
+    compiled.pack(weight.data_ptr(), tensors[1].data_ptr(), 64, 64, native.DOTS, native.ONE_BY_ONE)
     for missing in (0, 2):
         for i, tensor in enumerate(tensors):
             compiled.watch(tensor.data_ptr(), tensor.nbytes - missing * (i == which))
         addresses = [tensor.data_ptr() for tensor in tensors]
-        compiled.linear(*addresses[:2], None, 64, *addresses[2:], 160, 5, 64, 64, cpu_kernels.DOTS, 0, 1)
+        compiled.linear(*addresses[:2], None, 64, *addresses[2:], 160, 5, 64, 64, native.DOTS, 0, 1)
         compiled.watch(None, 0)
         found = compiled.emulation_error()
         assert found.startswith(error) if missing else found == b""

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.rl_losses import compute_head_logprobs, logprobs
 
 pytestmark = [
-    pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc"),
+    pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc"),
     pytest.mark.usefixtures("one_thread"),
 ]
 ROWS = 6

@@ -1,8 +1,7 @@
-"""CPU kernels: equal to torch operations, batch-invariant, consistent struct sizes, and the fallback without them."""
+"""CPU kernels: equal to torch operations, batch-invariant, and the fallback without them."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import platform
 from collections.abc import Callable
@@ -23,11 +22,12 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels import native
 from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.sampling import sample_tokens, top_tokens
 
-needs_kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
 SIZES = [(5, 64), (33, 256), (7, 40), (3, 17), (300, 128)]
 
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def has_dots() -> bool:
-    kernels = cpu_kernels.library()
+    kernels = native.library()
     return kernels is not None and bool(kernels.has_dots())
 
 
@@ -274,9 +274,9 @@ def test_products(inputs: int, outputs: int, dtype: torch.dtype, rounded: bool, 
     torch.set_num_threads(threads)
     weight, bias, x = draw(outputs, inputs).to(dtype), draw(outputs, seed=1), draw(40, inputs, seed=2)
     packed = cpu_kernels.PackedWeight(weight, rounded=rounded)
-    assert (packed.format == cpu_kernels.DOTS) == (rounded and has_dots())
+    assert (packed.format == native.DOTS) == (rounded and has_dots())
     whole = packed(x, bias)
-    entering = x.bfloat16() if packed.format == cpu_kernels.DOTS else x
+    entering = x.bfloat16() if packed.format == native.DOTS else x
     expected = F.linear(entering.double(), weight.double(), bias.double())
     torch.testing.assert_close(whole.double(), expected, rtol=1e-4, atol=1e-3)
     for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 24):
@@ -354,16 +354,16 @@ def test_int8_bits_do_not_depend_on_instructions(without: str, monkeypatch: pyte
         return [cpu_kernels.PackedWeight(w, paired=paired, quantized=True)(x) for w, paired, x in shapes]
 
     expected = compute()
-    flags = ["-O0" if flag == "-O3" else flag for flag in cpu_kernels.FLAGS]
-    monkeypatch.setattr(cpu_kernels, "FLAGS", [*flags, without])
+    flags = ["-O0" if flag == "-O3" else flag for flag in native.FLAGS]
+    monkeypatch.setattr(native, "FLAGS", [*flags, without])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_kernels.library.cache_clear()
+    native.library.cache_clear()
     try:
-        assert cpu_kernels.library() is not None
+        assert native.library() is not None
         assert all(map(torch.equal, compute(), expected))
     finally:
         monkeypatch.undo()
-        cpu_kernels.library.cache_clear()
+        native.library.cache_clear()
 
 
 def build(dtype: torch.dtype = torch.float32, **shape: Any) -> CausalLM:
@@ -443,7 +443,7 @@ def test_fast_bf16_decode_is_close_to_trainer(name: str) -> None:
         build(torch.bfloat16, **SHAPES[name]), exact=False, max_model_len=512, enable_prefix_caching=False
     )
     fused = engine._decoder.fused
-    assert fused is not None and (fused.shape.format == cpu_kernels.DOTS) == has_dots()
+    assert fused is not None and (fused.shape.format == native.DOTS) == has_dots()
     outputs = generate(engine, 7)
     for output in outputs:
         actual, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, torch.bfloat16)
@@ -507,11 +507,11 @@ def test_int8_is_refused_with_a_reason(model: dict[str, Any], exact: bool, reaso
 def test_thread_count_changes_no_bits(flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """However threads wait for each other; more of them than cores must sleep, and others take what they leave."""
     if flags:
-        unoptimized = ["-O0" if flag == "-O3" else flag for flag in cpu_kernels.FLAGS]  # compiles in 2 s, not 15
-        monkeypatch.setattr(cpu_kernels, "FLAGS", [*unoptimized, *flags])
+        unoptimized = ["-O0" if flag == "-O3" else flag for flag in native.FLAGS]  # compiles in 2 s, not 15
+        monkeypatch.setattr(native, "FLAGS", [*unoptimized, *flags])
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        library = cpu_kernels.library.__wrapped__()
-        monkeypatch.setattr(cpu_kernels, "library", lambda: library)
+        library = native.library.__wrapped__()
+        monkeypatch.setattr(native, "library", lambda: library)
     kinds: list[dict[str, Any]] = [{}, {"exact": False}, {"exact": False, "quantization": "int8"}]
     for dtype, options in zip((torch.float32, torch.bfloat16, torch.bfloat16), kinds, strict=True):
         logprobs = []
@@ -525,12 +525,12 @@ def test_thread_count_changes_no_bits(flags: list[str], monkeypatch: pytest.Monk
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One warning; the fallback is bit-exact as well."""
-    cpu_kernels.library.cache_clear()
+    native.library.cache_clear()
     try:
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.setenv("PATH", "/nowhere")
         with caplog.at_level(logging.WARNING):
-            assert cpu_kernels.library() is None and cpu_kernels.library() is None
+            assert native.library() is None and native.library() is None
         assert [record.message for record in caplog.records] == [
             "no C compiler found: norms and decoding run as single torch operations, which is slower"
         ]
@@ -541,89 +541,4 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
             torch.testing.assert_close(torch.tensor(output.logprobs), trainer_logprobs(model, output), rtol=0, atol=0)
     finally:
         monkeypatch.undo()
-        cpu_kernels.library.cache_clear()
-
-
-@needs_kernels
-@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs /proc/self/maps")
-def test_thread_pool_is_shared_with_torch() -> None:
-    """A second thread pool would compete for the cores."""
-    loaded = {line.split(None, 5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    assert len([path for path in loaded if "libgomp" in Path(path).name]) == 1
-    if any("libgomp" in path and "torch" in path for path in loaded):
-        assert "-fopenmp" in cpu_kernels._share_threads()
-
-
-def test_compiler_error_falls_back_to_torch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    broken = tmp_path / "my cc"
-    broken.write_text("#!/bin/sh\necho it is out of order >&2\nexit 3\n")
-    broken.chmod(0o755)
-    cpu_kernels.library.cache_clear()
-    try:
-        monkeypatch.setenv("CC", f"'{broken}'")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        assert cpu_kernels.library() is None
-        assert "it is out of order" in caplog.text
-        assert not list(tmp_path.glob("rollouts/native*"))
-    finally:
-        monkeypatch.undo()
-        cpu_kernels.library.cache_clear()
-
-
-@needs_kernels
-def test_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cpu_kernels.library.cache_clear()
-    try:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(cpu_kernels, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in cpu_kernels.FLAGS])
-        assert cpu_kernels.library() is not None
-        (made,) = tmp_path.glob("rollouts/native-*.so")
-        before = made.stat().st_mtime_ns
-        cpu_kernels.library.cache_clear()
-        assert cpu_kernels.library() is not None
-        assert made.stat().st_mtime_ns == before
-        assert sorted(path.name for path in tmp_path.glob("rollouts/*")) == ["lock", made.name]
-    finally:
-        monkeypatch.undo()
-        cpu_kernels.library.cache_clear()
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", cpu_kernels.STRUCTS)
-def test_struct_size_mismatch_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    declared = cpu_kernels.STRUCTS[name]
-
-    class Longer(declared):  # type: ignore[misc, valid-type]
-        _fields_ = [("one_more", ctypes.c_int64)]
-
-    monkeypatch.setitem(cpu_kernels.STRUCTS, name, Longer)
-    cpu_kernels.library.cache_clear()
-    try:
-        size = ctypes.sizeof(declared)
-        with pytest.raises(RuntimeError, match=rf"Longer has {size + 8} bytes in cpu.py but {size} in cpu.c"):
-            cpu_kernels.library()
-    finally:
-        monkeypatch.undo()
-        cpu_kernels.library.cache_clear()
-
-
-def test_cache_key_includes_cpu_features() -> None:
-    """A cache directory shared by machines has one library per CPU type (`-march=native`)."""
-    cpus = Path("/proc/cpuinfo")
-    if not cpus.is_file():
-        pytest.skip("needs /proc/cpuinfo")
-    features = cpu_kernels._processor()
-    assert features.startswith(("flags", "Features")) and features in cpus.read_text().splitlines()
-
-
-def test_kernels_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_kernels.library.cache_clear()
-    try:
-        monkeypatch.setenv(cpu_kernels.OFF, "0")
-        assert cpu_kernels.library() is None
-        assert not cpu_kernels.runs_here(torch.ones(3))
-    finally:
-        monkeypatch.undo()
-        cpu_kernels.library.cache_clear()
+        native.library.cache_clear()

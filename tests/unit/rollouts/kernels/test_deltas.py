@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollouts.kernels import cpu
+from rollouts.kernels import native
 from rollouts.kernels.deltas import DeltaBatch, PackedDelta
 from rollouts.kernels.linear import linear
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(cpu.library() is None, reason="no C compiler"),
+    pytest.mark.skipif(native.library() is None, reason="no C compiler"),
 ]
 INPUTS, OUTPUTS = 72, 40
 

@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("no triton; cure: make test-extras", allow_module_level=True)
 
 from prime_rl.trainer.models.causal_lm import apply_rotary_emb, rms_norm, swiglu
-from rollouts.kernels import cpu, gpu
+from rollouts.kernels import gpu, native
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 @pytest.fixture(autouse=True)
 def _no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The references are torch operations."""
-    monkeypatch.setattr(cpu, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
 
 
 def check(found: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollouts.kernels import cpu
-from rollouts.kernels.cpu import KEYS
+from rollouts.kernels import cpu, native
+from rollouts.kernels.native import KEYS
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(cpu.library() is None, reason="no C compiler; cure: apt-get install gcc"),
+    pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc"),
 ]
 
 STARTS, LENGTHS = torch.tensor([0, 130, 17]), torch.tensor([40, 12, 3])

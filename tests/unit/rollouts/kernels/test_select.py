@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollouts import kernels
-from rollouts.kernels import cpu, select
+from rollouts.kernels import cpu, native, select
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,6 @@ def test_a_machine_without_triton_has_no_gpu_kernels(monkeypatch: pytest.MonkeyP
 
 def test_tensors_on_a_cpu_get_its_kernels() -> None:
     x = torch.randn(3, 32)
-    expected = cpu if cpu.library() is not None else None
+    expected = cpu if native.library() is not None else None
     assert select.find_kernels(x, x) is expected
     assert select.find_kernels(x, x.double()) is None

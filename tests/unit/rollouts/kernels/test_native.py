@@ -1,0 +1,98 @@
+"""Compilation of the CPU kernels: once per source and CPU, with torch's threads, refused or left out with a reason."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollouts.kernels import native
+from rollouts.kernels.cpu import runs_here
+
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
+
+
+@pytest.fixture
+def cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where a library is compiled, without optimization, when it is loaded the next time."""
+    native.library.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in native.FLAGS])
+    yield tmp_path / "rollouts"
+    monkeypatch.undo()
+    native.library.cache_clear()
+
+
+@needs_kernels
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs /proc/self/maps")
+def test_thread_pool_is_shared_with_torch() -> None:
+    """A second thread pool would compete for the cores."""
+    loaded = {line.split(None, 5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert len([path for path in loaded if "libgomp" in Path(path).name]) == 1
+    if any("libgomp" in path and "torch" in path for path in loaded):
+        assert "-fopenmp" in native._share_threads()
+
+
+def test_compiler_error_falls_back_to_torch(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    broken = tmp_path / "my cc"
+    broken.write_text("#!/bin/sh\necho it is out of order >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", f"'{broken}'")
+    assert native.library() is None
+    assert "it is out of order" in caplog.text
+    assert not list(cache_home.glob("native*"))
+
+
+@needs_kernels
+def test_library_is_compiled_once_per_source(cache_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert native.library() is not None
+    (made,) = cache_home.glob("native-*.so")
+    before = made.stat().st_mtime_ns
+    native.library.cache_clear()
+    assert native.library() is not None
+    assert made.stat().st_mtime_ns == before
+    assert sorted(path.name for path in cache_home.iterdir()) == ["lock", made.name]
+
+    copied = shutil.copytree(native.SOURCE.parent, tmp_path / "source")
+    (copied / "vectors.h").open("a").write("int64_t newly_added(void) { return 7; }\n")
+    monkeypatch.setattr(native, "SOURCE", copied / native.SOURCE.name)
+    native.library.cache_clear()
+    changed = native.library()
+    assert changed is not None and changed.newly_added() == 7
+    assert len(list(cache_home.glob("native-*.so"))) == 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", native.STRUCTS)
+def test_struct_size_mismatch_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = native.STRUCTS[name]
+
+    class Longer(declared):  # type: ignore[misc, valid-type]
+        _fields_ = [("one_more", ctypes.c_int64)]
+
+    monkeypatch.setitem(native.STRUCTS, name, Longer)
+    size = ctypes.sizeof(declared)
+    with pytest.raises(RuntimeError, match=rf"Longer has {size + 8} bytes in Python but {size} in C"):
+        native.library.__wrapped__()
+
+
+def test_cache_key_includes_cpu_features() -> None:
+    """A cache directory shared by machines has one library per CPU type (`-march=native`)."""
+    cpus = Path("/proc/cpuinfo")
+    if not cpus.is_file():
+        pytest.skip("needs /proc/cpuinfo")
+    features = native.processor()
+    assert features.startswith(("flags", "Features")) and features in cpus.read_text().splitlines()
+
+
+@pytest.mark.usefixtures("cache_home")
+def test_kernels_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.OFF, "0")
+    assert native.library() is None
+    assert not runs_here(torch.ones(3))
