@@ -2,7 +2,8 @@
 its arguments.
 
 Python's own handler raises `KeyboardInterrupt` at an arbitrary instruction. While a module is imported, callbacks and C
-extensions lose that exception or wrap it in another one, so the process exits at once instead. Only the standard
+extensions lose that exception or wrap it in another one, so the process exits at once instead. Where a destructor loses it, the
+signal comes again. Only the standard
 library is imported here: `python -m prime_rl` installs the handlers before anything else.
 """
 
@@ -21,6 +22,8 @@ SUDDEN_END: list[Callable[[], None]] = []
 _received: list[int] = []
 _unwinding: list[bool] = []
 """Non-empty inside `unwind_on_signals`."""
+AGAIN_S = 0.02
+"""After which a swallowed signal comes again."""
 
 
 def end_on_signals() -> None:
@@ -29,6 +32,7 @@ def end_on_signals() -> None:
         signal.signal(signal.SIGINT, _end)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _pass_to_interrupt)
+    sys.unraisablehook = _send_again
 
 
 @contextmanager
@@ -90,6 +94,18 @@ def _pass_to_interrupt(number: int, frame: FrameType | None) -> None:
     if not callable(handler):
         handler = _end
     handler(signal.SIGINT, frame)
+
+
+def _send_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """Python's own hook, but an interrupt that a destructor or a callback of C code swallows comes again."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    from threading import Timer  # raised from here, it would be swallowed again
+
+    again = Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+    again.daemon = True
+    again.start()
 
 
 def _imports(frame: FrameType | None) -> bool:

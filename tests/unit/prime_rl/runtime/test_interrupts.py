@@ -62,6 +62,22 @@ def test_a_running_command_cleans_up(number: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (CODES[number], "cleaned\n", "Interrupted\n")
 
 
+@pytest.mark.parametrize("number", CODES)
+def test_a_destructor_cannot_swallow_a_signal(number: str, tmp_path: Path) -> None:
+    script = (
+        "import time\nclass Swallows:\n    def __del__(self):\n        stop()\n"
+        "def work():\n    Swallows()\n    print('went on')\n    time.sleep(30)\ncommand(work)"
+    )
+    done = run(tmp_path, script, number)
+    assert (done.returncode, done.stdout, done.stderr) == (CODES[number], "went on\n", "Interrupted\n")
+
+
+def test_other_errors_of_destructors_are_shown(tmp_path: Path) -> None:
+    script = "class Fails:\n    def __del__(self):\n        raise OSError('lost')\ncommand(lambda: Fails() and None)"
+    done = run(tmp_path, script, "SIGINT")
+    assert done.returncode == 0 and "Exception ignored in" in done.stderr and "OSError: lost" in done.stderr
+
+
 def test_a_wrapped_interrupt_is_no_error(tmp_path: Path) -> None:
     script = (
         "def work():\n    try:\n        stop()\n    except BaseException as error:\n"
