@@ -153,7 +153,7 @@ def parse_body(data: bytes) -> Json:
 def parse_request(
     body: Json, *, chat: bool, max_new_tokens: int, vocab: int, default_seed: Callable[[], int]
 ) -> ParsedRequest:
-    """Validate everything but the prompt. `max_new_tokens` is the maximum number of completion tokens.
+    """Validate everything but the prompt. `max_new_tokens` is the maximum number of completion tokens of any prompt.
 
     `ApiError` names a field that is unknown, of the wrong type or out of range.
     """
@@ -161,13 +161,13 @@ def parse_request(
     top, logprobs = _parse_logprobs(body, chat)
     stream, echo = read_flag(body, "stream", False), not chat and read_flag(body, "echo", False)
     score = read_integer(body, "prompt_logprobs")
-    if score is None and echo and logprobs:
+    limit = _parse_limit(body, chat, lowest=1 if score is None and not echo else 0)
+    if score is None and echo and (logprobs or limit == 0):
         score = top
     if stream and (echo or score is not None):
         raise ApiError(f"{'echo' if echo else 'prompt_logprobs'} does not support streaming: set stream to false")
     if stream and read_flag(body, "return_sampling_support", False):
         raise ApiError("return_sampling_support does not support streaming: set stream to false")
-    limit = _parse_limit(body, chat, lowest=1 if score is None and not echo else 0)
     min_tokens = read_integer(body, "min_tokens") or 0
     if limit is not None and min_tokens > limit:
         raise ApiError(f"min_tokens = {min_tokens} exceeds max_tokens = {limit}", param="min_tokens")
@@ -268,9 +268,15 @@ def parse_chat(body: Json, max_model_len: int) -> tuple[list[Json], list[Json] |
     return messages, parse_tools(body), read_flag(body, "add_generation_prompt", True), options
 
 
-def build_requests(prompt: list[int], parsed: ParsedRequest) -> list[GenerationRequest]:
-    """Build one engine request per choice, each with its own seed; only the first scores the prompt, if requested."""
-    params = parsed.params
+def build_requests(prompt: list[int], parsed: ParsedRequest, max_new_tokens: int) -> list[GenerationRequest]:
+    """Build one engine request per choice, each with its own seed; only the first scores the prompt, if requested.
+
+    `max_new_tokens` is the maximum number of completion tokens of this prompt.
+    """
+    max_tokens, min_tokens = (
+        min(max_new_tokens, limit) for limit in (parsed.params.max_tokens, parsed.params.min_tokens)
+    )
+    params = replace(parsed.params, max_tokens=max_tokens, min_tokens=min_tokens)
     requests = []
     for i in range(parsed.num_choices):
         requests.append(GenerationRequest(prompt, params, parsed.stream, parsed.adapter))

@@ -189,6 +189,7 @@ class ChoiceStream:
     _sent: int = 0
     _sent_reasoning: int = 0
     _tokens_sent: int = 0
+    _offset: int = 0
     _detokenizer: Detokenizer | None = None
 
     def progress(self, event: StreamUpdate) -> Json:
@@ -224,7 +225,6 @@ class ChoiceStream:
 
     def _piece(self, content: str, reasoning: str, event: StreamUpdate) -> Json:
         """Build a chunk with the unsent suffixes of `content` and `reasoning`, which only grow."""
-        offset = self._sent
         choice: Json = {"index": self.index, "finish_reason": None, "logprobs": None}
         new, new_reasoning = content[self._sent :], reasoning[self._sent_reasoning :]
         self._sent, self._sent_reasoning = max(self._sent, len(content)), max(self._sent_reasoning, len(reasoning))
@@ -237,11 +237,19 @@ class ChoiceStream:
             choice["logprobs"] = (
                 self.writer.chat_logprobs(event.token_ids, event.logprobs, event.top_logprobs, self.parsed)
                 if self.chat
-                else self.writer.completion_logprobs(event, self.parsed, offset)
+                else self._completion_logprobs(event)
             )
         if self.parsed.token_ids:
             choice["token_ids"] = event.token_ids
+            if not self.chat and event.start == 0:
+                choice["prompt_token_ids"] = event.request.prompt
         return choice
+
+    def _completion_logprobs(self, event: StreamUpdate) -> Json:
+        """Offsets are those of the tokens, some of whose text may still be buffered."""
+        logprobs = self.writer.completion_logprobs(event, self.parsed, self._offset)
+        self._offset += sum(map(len, logprobs["tokens"]))
+        return logprobs
 
 
 def slice_output(output: Output, start: int) -> StreamUpdate:

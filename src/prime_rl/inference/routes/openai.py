@@ -202,7 +202,7 @@ def parse_generation_request(
     service: ServerState, body: Json, prompts: list[list[int]], *, chat: bool
 ) -> ParsedRequest:
     """Validate the request parameters; `ApiError` names an unsupported field."""
-    max_new_tokens = min(check_prompt_length(len(prompt), service.max_model_len) for prompt in prompts)
+    max_new_tokens = max(check_prompt_length(len(prompt), service.max_model_len) for prompt in prompts)
     body = with_defaults(body, service.defaults)
     parsed = parse_request(
         body, chat=chat, max_new_tokens=max_new_tokens, vocab=service.vocab, default_seed=service.next_seed
@@ -226,7 +226,9 @@ def build_checked(service: ServerState, prompts: list[list[int]], parsed: Parsed
     limit = service.engine.max_requests
     if limit is not None and len(prompts) * parsed.num_choices > limit:
         raise ApiError(f"{len(prompts)} prompts with n = {parsed.num_choices} exceed {limit} requests: send fewer")
-    requests = [single for prompt in prompts for single in build_requests(prompt, parsed)]
+    requests = [
+        single for prompt in prompts for single in build_requests(prompt, parsed, service.max_model_len - len(prompt))
+    ]
     check(service, requests)
     return requests
 

@@ -124,6 +124,65 @@ def test_echo_puts_the_prompt_before_the_completion(server: RunningServer) -> No
     assert server.post("/v1/completions", {**body, "stream": True}).status_code == 400
 
 
+def test_a_prompt_comes_back_without_a_completion(server: RunningServer) -> None:
+    (choice,) = server.post("/v1/completions", {"prompt": "abcd", "max_tokens": 0, "echo": True}).json()["choices"]
+    assert (choice["text"], choice["logprobs"], choice["finish_reason"]) == ("abcd", None, "length")
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate"])
+def test_alternatives_for_others_change_no_response(server: RunningServer, path: str, num_top: int) -> None:
+    """A request beside one that wants more alternatives of each token, for a part of the time."""
+    settings = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "temperature": 1.0}
+    body: dict[str, Any] = {"prompt": PROMPT, **settings, "logprobs": num_top}
+    if path.endswith("chat/completions"):
+        body = {"messages": CHAT, **settings, "logprobs": True, "top_logprobs": num_top}
+    elif path.endswith("generate"):
+        body = {"token_ids": PROMPT, "sampling_params": {**settings, "logprobs": num_top}}
+    alone = server.post(path, body).json()["choices"]
+    found: list[Any] = []
+    server.post("/pause", {})
+    threads = [threading.Thread(target=lambda: found.append(server.post(path, body)))]
+    for max_tokens in (1, 9):
+        other = {"prompt": PROMPT, "max_tokens": max_tokens, "logprobs": 5, "ignore_eos": True}
+        threads.append(threading.Thread(target=server.post, args=("/v1/completions", other)))
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.service.engine.num_requests == len(threads), "all requests")
+    server.post("/resume", {})
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert found[0].status_code == 200 and found[0].json()["choices"] == alone
+
+
+def test_prompts_of_a_request_have_their_own_limits(server: RunningServer) -> None:
+    length = server.service.max_model_len
+    body = {"max_tokens": 2 * length, "ignore_eos": True, "seed": 1, "temperature": 0, "return_token_ids": True}
+    prompts = [PROMPT * (length // 8), PROMPT * (length // 4 - 1)]
+    choices = server.post("/v1/completions", {"prompt": prompts, **body}).json()["choices"]
+    assert [len(choice["token_ids"]) for choice in choices] == [length - len(prompt) for prompt in prompts]
+    for prompt, choice in zip(prompts, choices, strict=True):
+        (alone,) = server.post("/v1/completions", {"prompt": prompt, **body}).json()["choices"]
+        assert alone["token_ids"] == choice["token_ids"]
+    reply = server.post("/v1/completions", {"prompt": [PROMPT, PROMPT * length], **body})
+    assert reply.status_code == 400 and "maximum context length" in reply.json()["error"]["message"]
+
+
+def test_streamed_completions_report_what_whole_ones_do(server: RunningServer) -> None:
+    """Offsets while text waits for a stop string, and the ids of the prompt."""
+    body = {"prompt": PROMPT, "max_tokens": 12, "logprobs": 1, "stop": ["z" * 18], "seed": 1, "ignore_eos": True}
+    body |= {"return_token_ids": True, "n": 2}
+    whole = server.post("/v1/completions", body).json()["choices"]
+    with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+        events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+    for index, choice in enumerate(whole):
+        pieces = [piece for event in events for piece in event["choices"] if piece["index"] == index]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            assert [x for piece in pieces for x in piece["logprobs"][name]] == choice["logprobs"][name]
+        assert [piece["prompt_token_ids"] for piece in pieces if "prompt_token_ids" in piece] == [PROMPT]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+
+
 def test_biases_and_penalties_steer(server: RunningServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     forced = server.post("/v1/completions", {**body, "logit_bias": {"120": 100}}).json()["choices"][0]
