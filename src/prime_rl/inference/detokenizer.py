@@ -10,6 +10,8 @@ Decode = Callable[[list[int], bool], str]
 """`decode(token_ids, skip_special_tokens)`."""
 
 UNFINISHED = "�"
+MAX_CONTEXT = 32
+"""Tokens that are decoded again with the next one; a model may sample tokens without a text forever."""
 
 
 def build_decode(tokenizer: Any) -> Decode:
@@ -74,8 +76,13 @@ class Detokenizer:
         piece = text[self._shown : len(text) if whole else -1]
         self._shown += len(piece)
         if whole:
-            # Decoders that join words depend on the previous token, so the last piece is kept as context.
-            self._context, self._fresh = self._fresh, []
+            # Decoders that join words depend on the previous text, so the last piece is kept as context, and with it
+            # what follows without a text, such as special tokens.
+            if piece:
+                self._context = self._fresh
+            elif len(self._context) < MAX_CONTEXT:
+                self._context = self._context + self._fresh
+            self._fresh = []
             self._shown = len(self.decode(self._context, self.skip_special))
         return piece
 

@@ -62,8 +62,9 @@ class BlockManager(ABC):
         self._register(seq)
 
     def keep(self, seq: Sequence) -> None:
-        """Keep the keys of a finished sequence in the prefix cache."""
-        if self.enable_prefix_caching and STRIDE <= seq.num_cached <= self.prefixes.max_prefix_cache_tokens:
+        """Keep the keys of a finished sequence in the prefix cache, unless they are of earlier weights."""
+        fits = STRIDE <= seq.num_cached <= self.prefixes.max_prefix_cache_tokens
+        if self.enable_prefix_caching and fits and seq.epoch == self._epoch:
             self.prefixes.insert(self._keep(seq))
 
     @abstractmethod
@@ -86,7 +87,7 @@ class BlockManager(ABC):
         self.prefixes.clear()
         self._epoch += 1
         for seq in running:
-            seq.epoch += seq.num_cached == 0
+            seq.epoch = self._epoch if seq.num_cached == 0 else seq.epoch
             # Keys of the old weights must not be shared; recomputed ones may be.
             seq.is_registered = seq.num_cached > 0
 

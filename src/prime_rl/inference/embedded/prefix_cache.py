@@ -18,6 +18,8 @@ from prime_rl.inference.embedded.sequence import Sequence
 STRIDE = 8
 """Minimum shared prefix in tokens."""
 
+MOST_EVICTED = 4096
+"""Evicted entries that are remembered."""
 FIRST_SHARE = 16
 """The cache takes 1 / FIRST_SHARE of its maximum until an evicted entry is missed."""
 
@@ -46,7 +48,7 @@ class PrefixIndex:
         """Called for every entry that is evicted or invalidated."""
         self.num_kept_tokens = 0
         self._limit = max_prefix_cache_tokens // FIRST_SHARE
-        self._evicted: set[Hashable] = set()  # last keys of evicted entries, which hold no tokens
+        self._evicted: dict[Hashable, None] = {}  # last keys of evicted entries, while the cache may grow
         self._owners: dict[Hashable, dict[PrefixOwner, None]] = {}
         self._keys: dict[PrefixOwner, list[Hashable]] = {}
         self._cached: OrderedDict[CachedPrefix, None] = OrderedDict()
@@ -61,6 +63,7 @@ class PrefixIndex:
         for key in _chain(tokens, len(tokens), namespace):
             if key in self._evicted:
                 self._limit = self.max_prefix_cache_tokens
+                self._evicted.clear()
             matches = self._owners.get(key)
             is_best = is_best and bool(matches)
             if is_best and matches:
@@ -95,7 +98,10 @@ class PrefixIndex:
         while self.num_kept_tokens > max(self._limit, prefix.num_cached):
             oldest, _ = self._cached.popitem(last=False)
             self.num_kept_tokens -= oldest.num_cached
-            self._evicted.add(self._keys[oldest][-1])
+            if self._limit < self.max_prefix_cache_tokens:
+                self._evicted[self._keys[oldest][-1]] = None
+                if len(self._evicted) > MOST_EVICTED:
+                    del self._evicted[next(iter(self._evicted))]
             self.unregister(oldest)
             self.on_removal(oldest)
 

@@ -18,15 +18,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import build_smollm2
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers import models as token_models
 from torch import Tensor
 
-from prime_rl.inference.detokenizer import Detokenizer, StopStringMatcher, TokenNames, build_decode
+from prime_rl.inference.detokenizer import MAX_CONTEXT, Detokenizer, StopStringMatcher, TokenNames, build_decode
 from prime_rl.inference.embedded import engine as engine_module
-from prime_rl.inference.embedded import loading, scheduler
+from prime_rl.inference.embedded import loading, prefix_cache, scheduler
 from prime_rl.inference.embedded.attention import decode_metadata, find_runs
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK, zeros
-from prime_rl.inference.embedded.prefix_cache import FIRST_SHARE
+from prime_rl.inference.embedded.prefix_cache import FIRST_SHARE, CachedPrefix, PrefixIndex
 from prime_rl.inference.embedded.sampler import build_sampling_batch, filter_logprobs, sample
 from prime_rl.inference.embedded.scheduler import TOKENS_BESIDE_DECODING, ScheduledBatch
 from prime_rl.inference.engine import (
@@ -219,6 +221,26 @@ def test_a_prompt_is_not_shared_across_versions() -> None:
         check_exact(output, models, 0.0 if exact else 1e-4)
 
 
+@pytest.mark.parametrize("updates", [1, 3])
+def test_keys_of_earlier_weights_are_not_kept(updates: int) -> None:
+    """In fast mode a sequence goes on with them, but leaves none behind for later requests."""
+    models = {version: build_model(version) for version in range(updates + 1)}
+    engine = EmbeddedEngine(build_model(0), exact=False)
+    prompt = list(range(50))
+    engine.add(request(prompt, max_tokens=30))
+    for version in range(1, updates + 1):
+        engine.step()
+        engine.step()
+        engine.load_weights(tensor_names(models[version]), version)
+    while engine.has_work():
+        engine.step()
+    (output,) = run(engine, request(prompt, seed=5))
+    assert output.num_cached == 0 and output.versions == [(0, updates)]
+    check_exact(output, models, 1e-4)
+    (again,) = run(engine, request(prompt, seed=6))
+    assert again.num_cached == len(prompt) - 1
+
+
 def test_a_group_shares_its_prompt() -> None:
     engine = EmbeddedEngine(build_model(0))
     outputs = run(engine, *(request(list(range(40)), seed=i) for i in range(6)))
@@ -408,6 +430,21 @@ def test_the_prefix_cache_grows_if_conversations_continue() -> None:
     assert engine.stats().kept_tokens >= 4 * 23
     (late,) = run(engine, request([3] * 20 + [9] * 3, max_tokens=4))
     assert late.num_cached == 20 and second.num_cached == 0
+
+
+def test_evicted_entries_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests a server has finished."""
+    monkeypatch.setattr(prefix_cache, "MOST_EVICTED", 10)
+    prefixes = PrefixIndex(32 * FIRST_SHARE)
+    numbers = [[i] * 32 for i in range(100)]
+    for tokens in numbers:
+        prefixes.insert(CachedPrefix(tokens, 32, None))
+    assert len(prefixes._evicted) == 10
+    prefixes.find(numbers[-2], None)
+    assert not prefixes._evicted and prefixes._limit == 32 * FIRST_SHARE
+    for tokens in numbers:
+        prefixes.insert(CachedPrefix([7, *tokens], 33, None))
+    assert not prefixes._evicted
 
 
 def test_short_memory_sends_requests_back_and_changes_no_answer() -> None:
@@ -879,6 +916,18 @@ def test_pieces_of_text_join_to_the_whole(ids: list[int]) -> None:
     watch = StopStringMatcher(Detokenizer(DECODE), ("never there",))
     assert not any(watch.add(token, True) for token in ids)
     assert watch.text == text
+
+
+@pytest.mark.parametrize("ids", [[3, 4, 5, 6], [3, 2, 4, 5, 6], [1, 3, 2, 2, 1, 4], [3, *[2] * 100, 4]])
+def test_words_stay_apart_around_special_tokens(ids: list[int]) -> None:
+    """As decoders of Llama 2 join them: a text loses its first space."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁Hello": 3, "▁world": 4, "!": 5, "▁again": 6}
+    tokenizer = Tokenizer(token_models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    detokenizer = Detokenizer(lambda tokens, skip: tokenizer.decode(tokens, skip_special_tokens=skip))
+    assert "".join(map(detokenizer.add, ids)) == tokenizer.decode(ids)
+    assert len(detokenizer._context) <= MAX_CONTEXT + 1
 
 
 def test_a_stop_string_may_span_tokens_and_characters() -> None:
