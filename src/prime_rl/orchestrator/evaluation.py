@@ -147,12 +147,13 @@ class Evaluations:
                     )
             else:
                 scored = [rollout.reward for group in groups for rollout in group if not rollout.failed]
-                metrics[f"val_reward/{name}"] = sum(scored) / len(scored) if scored else math.nan
+                metrics[f"val_reward/{name}"] = mean_or_nan(scored)
                 metrics |= {f"val/{name}/{key}": value for key, value in version_span(groups, version).items()}
                 rewards += scored
         if schedule.kind is EvalKind.VAL:
-            self.val_reward = sum(rewards) / len(rewards) if rewards else None
-            self.monitor.log({"val_reward/mean": self.val_reward or math.nan, **metrics}, version)
+            mean = mean_or_nan(rewards)
+            self.val_reward = mean if rewards else None
+            self.monitor.log({"val_reward/mean": mean, **metrics}, version)
             logger.info(f"Validated version {version} | Val. Reward: {format_value(self.val_reward)}")
         self.monitor.log_timeline(schedule.kind, start, time.time(), version)
 
@@ -274,6 +275,11 @@ def build_schedules(
         )
         schedules.append(EvalSchedule(EvalKind.VAL, val_config, environments, config.val.interval, last=version or -1))
     return schedules
+
+
+def mean_or_nan(rewards: Sequence[float]) -> float:
+    """The mean, NaN of no rewards."""
+    return sum(rewards) / len(rewards) if rewards else math.nan
 
 
 def version_span(groups: Sequence[Sequence[Rollout]], version: int) -> dict[str, float]:

@@ -2,9 +2,9 @@
 its arguments.
 
 Python's own handler raises `KeyboardInterrupt` at an arbitrary instruction. While a module is imported, callbacks and C
-extensions lose that exception or wrap it in another one, so the process exits at once instead. Where a destructor loses it, the
-signal comes again. Only the standard
-library is imported here: `python -m prime_rl` installs the handlers before anything else.
+extensions lose that exception or wrap it in another one, so the process exits at once instead. Where a destructor
+loses it, the signal comes again. Only the standard library is imported here: `python -m prime_rl` installs the handlers
+before anything else.
 """
 
 from __future__ import annotations

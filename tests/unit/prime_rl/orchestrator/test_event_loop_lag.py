@@ -70,6 +70,18 @@ def test_evaluation_and_validation_over_http(
     assert any("Validated version 5 | Val. Reward: " in line for line in lines)
 
 
+def test_a_validation_reward_of_zero_is_logged(
+    engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path
+) -> None:
+    config = make_config(engine, tmp_path, max_steps=1, max_async_level=0, val={"num_examples": 3, "interval": 1})
+    given = engine.reply
+    engine.reply = lambda body: "~" if engine.version == 1 else given(body)
+    with trainer(tmp_path, 1):
+        run_with_eval(config, environments, {})
+    validated = [row for row in load_jsonl(tmp_path / "metrics.jsonl") if "val_reward/mean" in row]
+    assert [row["val_reward/mean"] for row in validated if row["step"] == 1] == [0.0]
+
+
 def test_failed_evaluation_is_logged_and_run_continues(
     engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path
 ) -> None:
