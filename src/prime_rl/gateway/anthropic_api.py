@@ -54,14 +54,16 @@ def write_answer(answer: Any, model: str) -> dict[str, Any]:
         arguments = parse_arguments(call.function.arguments)
         content.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments})
     usage = answer.usage
+    matched = choice.stop_reason if isinstance(choice.stop_reason, str) and choice.finish_reason == "stop" else None
+    ended = STOP_REASONS.get(choice.finish_reason, "end_turn")
     return {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
         "role": "assistant",
         "model": model,
         "content": content,
-        "stop_reason": STOP_REASONS.get(choice.finish_reason, "end_turn"),
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if matched is not None else ended,
+        "stop_sequence": matched,
         "usage": {
             "input_tokens": usage.prompt_tokens if usage else 0,
             "output_tokens": usage.completion_tokens if usage else 0,
@@ -72,7 +74,13 @@ def write_answer(answer: Any, model: str) -> dict[str, Any]:
 def stream_events(message: dict[str, Any]) -> Iterator[Event]:
     """The events of a finished message."""
     usage = message["usage"]
-    opening = {**message, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    opening = {
+        **message,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**usage, "output_tokens": 0},
+    }
     yield "message_start", {"message": opening}
     for index, block in enumerate(message["content"]):
         is_text = block["type"] == "text"
@@ -84,7 +92,7 @@ def stream_events(message: dict[str, Any]) -> Iterator[Event]:
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield "content_block_delta", {"index": index, "delta": delta}
         yield "content_block_stop", {"index": index}
-    end = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    end = {name: message[name] for name in ("stop_reason", "stop_sequence")}
     yield "message_delta", {"delta": end, "usage": {"output_tokens": usage["output_tokens"]}}
     yield "message_stop", {}
 

@@ -314,12 +314,14 @@ def check_token_ids(ids: Any, vocab: int, name: str, max_model_len: int | None =
     return ids
 
 
-def with_defaults(body: Json, defaults: Json) -> Json:
-    """Fill missing request fields with the server defaults (`inference.sampling`)."""
+def with_defaults(body: Json, defaults: Json, *, chat: bool) -> Json:
+    """Fill missing request fields with the server defaults (`inference.sampling`), except fields of chats alone, or of
+    completions alone, in the other kind of request."""
+    others = COMPLETION_FIELDS - CHAT_FIELDS if chat else CHAT_FIELDS - COMPLETION_FIELDS
     given = {name for name, value in body.items() if value is not None}
     if given & LIMITS:
         given |= LIMITS
-    added = {name: value for name, value in defaults.items() if name not in given}
+    added = {name: value for name, value in defaults.items() if name not in given | others}
     return {**body, **added} if added else body
 
 

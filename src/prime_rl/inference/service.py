@@ -24,9 +24,9 @@ from prime_rl.inference.detokenizer import Decode, TokenNames, build_decode
 from prime_rl.inference.encoding import Encoder, PromptCache
 from prime_rl.inference.engine import AdapterSpec, ComputeDigests, EngineUnavailable, GenerationEngine, derive_seed
 from prime_rl.inference.intake import Workers
-from prime_rl.inference.request_parsing import ApiError, Json, check_token_ids, parse_chat
+from prime_rl.inference.request_parsing import ApiError, Json, check_token_ids, parse_chat, with_defaults
 from prime_rl.inference.responses import Writer
-from prime_rl.inference.tool_parser import THINK_OPEN, MessageParser
+from prime_rl.inference.tool_parser import MessageParser
 from prime_rl.inference.weight_receiver import NO_TRAINER
 from prime_rl.runtime.hang_watchdog import WaitStatus
 from prime_rl.runtime.tokenizer import load_tokenizer, render_pieces, resolve_model_dir
@@ -35,7 +35,6 @@ from prime_rl.utils.monitor import Monitor, build_monitor
 from rollouts.training.datasets.chat import NO_TEMPLATE
 
 T = TypeVar("T")
-THINK_TAIL = 8  # an opening reasoning tag is looked for in this many last tokens of a prompt
 
 
 class WeightSource(Protocol):
@@ -133,10 +132,8 @@ class ServerState:
         raise ApiError(f"model {name!r} is not served; available: {served}", status=404, param="model")
 
     def opens_reasoning(self, prompt: list[int]) -> bool:
-        """Whether the prompt ends with an opening reasoning tag, as some chat templates write it."""
-        if not self.writer.parser.reasoning:
-            return False
-        return self.writer.decode(prompt[-THINK_TAIL:], False).rstrip().endswith(THINK_OPEN)
+        """`MessageParser.opens` with the tokenizer of this server."""
+        return self.writer.parser.opens(prompt, lambda tail: self.writer.decode(tail, False))
 
     def check_prompt(self, ids: Any, name: str) -> list[int]:
         """Validate the token ids of field `name`."""
@@ -144,7 +141,7 @@ class ServerState:
 
     def render(self, body: Json) -> list[int]:
         """Render a chat to token ids; cached, so that the requests of a group share one rendering. Thread-safe."""
-        options = parse_chat(body, self.max_model_len)
+        options = parse_chat(with_defaults(body, self.defaults, chat=True), self.max_model_len)
         try:
             key = hashlib.blake2b(orjson.dumps(options), digest_size=16).digest()
             tokens = self._rendered.get(key)

@@ -10,6 +10,8 @@ from typing import Any
 
 Call = dict[str, Any]
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+THINK_TAIL = 8
+"""An opening reasoning tag is looked for in this many last tokens of a prompt."""
 TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
@@ -29,6 +31,10 @@ class MessageParser:
 
     tools: str = "hermes"
     reasoning: bool = False
+
+    def opens(self, prompt: list[int], decode: Callable[[list[int]], str]) -> bool:
+        """Whether the prompt ends with an opening reasoning tag, as some chat templates write it."""
+        return self.reasoning and decode(prompt[-THINK_TAIL:]).rstrip().endswith(THINK_OPEN)
 
     def parse(self, text: str, *, has_tools: bool = False, opened: bool = False) -> Message:
         """Parse a complete text; `opened`: the prompt ended inside a reasoning block."""

@@ -203,7 +203,7 @@ def parse_generation_request(
 ) -> ParsedRequest:
     """Validate the request parameters; `ApiError` names an unsupported field."""
     max_new_tokens = max(check_prompt_length(len(prompt), service.max_model_len) for prompt in prompts)
-    body = with_defaults(body, service.defaults)
+    body = with_defaults(body, service.defaults, chat=chat)
     parsed = parse_request(
         body, chat=chat, max_new_tokens=max_new_tokens, vocab=service.vocab, default_seed=service.next_seed
     )

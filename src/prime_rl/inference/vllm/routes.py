@@ -51,7 +51,8 @@ class PrimeRoutes:
         self._hosts = build_hosts(self.config.server)
         self._limited: BodyLimit | None = None
         self._key = os.environ.get(self.config.server.api_key_var or "", "") or None
-        self._parser = MessageParser(self.config.model.tool_call_parser)
+        model = self.config.model
+        self._parser = MessageParser(model.tool_call_parser, model.reasoning_parser is not None)
         self._guard = ChatGuard(self._load_tokenizer)
 
     def _load_tokenizer(self) -> Any:
@@ -162,10 +163,15 @@ class PrimeRoutes:
         data = orjson.dumps(completion_from_chat(body))
         scope = {**request.scope, "path": "/v1/completions", "raw_path": b"/v1/completions"}
 
+        opened = self._parser.reasoning and await asyncio.to_thread(self._opens_reasoning, body["tokens"])
+
         def as_chat(completion: Json) -> Json:
-            return chat_from_completion(_add_versions(self.weights, completion), body, self._parser)
+            return chat_from_completion(_add_versions(self.weights, completion), body, self._parser, opened)
 
         await self._rewrite(scope, _replay(data, request.receive), send, as_chat)
+
+    def _opens_reasoning(self, prompt: list[int]) -> bool:
+        return self._parser.opens(prompt, lambda tail: str(self._guard.tokenizer.decode(tail)))
 
     async def _rewrite(self, scope: Scope, receive: Any, send: Any, change: Callable[[Any], Any]) -> None:
         """Forward to vLLM and apply `change` to a successful response. `ClientGone` if vLLM canceled the request."""

@@ -30,13 +30,15 @@ def completion_from_chat(body: Json) -> Json:
     return {**completion, "prompt": tokens, "max_tokens": limit, "logprobs": logprobs}
 
 
-def chat_from_completion(completion: Json, body: Json, parser: MessageParser) -> Json:
-    """Convert a `text_completion` to a `chat.completion`."""
+def chat_from_completion(completion: Json, body: Json, parser: MessageParser, opened: bool) -> Json:
+    """Convert a `text_completion` to a `chat.completion`; `opened`: the prompt ends inside a reasoning block."""
     choices, prompt, num_top = [], None, body.get("top_logprobs") or 0
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
     for source in completion["choices"]:
-        parsed = parser.parse(source["text"], has_tools=bool(tools))
+        parsed = parser.parse(source["text"], has_tools=bool(tools), opened=opened)
         message: Json = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning is not None:
+            message["reasoning_content"] = parsed.reasoning
         if parsed.calls:
             message["tool_calls"] = parsed.calls[:1] if body.get("parallel_tool_calls") is False else parsed.calls
         choice = {k: v for k, v in source.items() if k not in ("text", "logprobs", "prompt_token_ids")}

@@ -88,7 +88,7 @@ class WeightUpdater:
         return directory, {name: entry.digest for name, entry in received.manifest.tensors.items()}
 
     async def load(self, client: Any, directory: Path, version: int, digests: dict[str, str] | None) -> Json:
-        """Pause, load, verify, reset the KV cache and resume; running requests are recomputed.
+        """Pause, load, verify, reset the KV cache and resume, unless it was paused; running requests are recomputed.
 
         A directory with only a LoRA adapter also becomes the policy: the model in service with this adapter.
         """
@@ -103,6 +103,7 @@ class WeightUpdater:
         changes = (adapter is None) != (self._adapter is None)
         async with self._updating:
             start = time.time()
+            was_paused = bool(await client.is_paused())
             if changes:
                 self._settled.clear()
             try:
@@ -110,7 +111,7 @@ class WeightUpdater:
                 try:
                     report = await self._load_frozen(client, directory, adapter)
                 except Exception as error:
-                    await self._restore(client, error, adapter)
+                    await self._restore(client, error, adapter, was_paused)
                     raise ApiError(f"{error}; version {self.version} stays in service", param="weight_dir") from error
                 if hasattr(client, "update_weight_version"):
                     await client.update_weight_version(str(version))
@@ -118,7 +119,8 @@ class WeightUpdater:
                 self._loaded_dir = self._loaded_dir if adapter is not None else directory
                 self._policy = None if adapter is None else build_lora_request(adapter)
                 self.awaits_weights = False
-                await client.resume_generation()
+                if not was_paused:
+                    await client.resume_generation()
             finally:
                 self._settled.set()
             end = time.time()
@@ -154,7 +156,7 @@ class WeightUpdater:
             report["digests"] = {k: v for k, v in report["digests"].items() if other["digests"].get(k) == v}
         return report
 
-    async def _restore(self, client: Any, reason: Exception, failed: Path | None) -> None:
+    async def _restore(self, client: Any, reason: Exception, failed: Path | None, was_paused: bool) -> None:
         """Roll back after a failed load; if that fails too, reject all further requests."""
         try:
             if failed is None:  # loading an adapter does not change the model
@@ -168,7 +170,8 @@ class WeightUpdater:
             self.broken = f"failed to load the new weights and to restore the old ones ({reason}; {error}): restart it"
             logger.error(self.broken)
             return
-        await client.resume_generation()
+        if not was_paused:
+            await client.resume_generation()
 
     def wrap_generate(self, client: Any) -> None:
         """Wrap `client.generate`: add the policy adapter to requests without one, and record the version spans."""

@@ -57,6 +57,8 @@ class Choice(msgspec.Struct):
     message: AnswerMessage = msgspec.field(default_factory=AnswerMessage)
     text: str = ""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string or token that ended it."""
     logprobs: Logprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None

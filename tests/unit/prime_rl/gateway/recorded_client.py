@@ -40,14 +40,13 @@ class RecordedClient:
         return build_answer(entry, len(self.requests))
 
 
-def build_answer(entry: str | Sequence[ToolCall], number: int) -> Any:
+def build_answer(entry: str | Sequence[ToolCall] | Choice, number: int) -> Any:
     """A chat answer with two prompt tokens and three sampled ones, which tell the number of the request."""
-    text, calls = (entry, None) if isinstance(entry, str) else (None, list(entry))
-    choice = Choice(
-        message=AnswerMessage(content=text, tool_calls=calls),
-        finish_reason="tool_calls" if calls else "stop",
-        logprobs=Logprobs(content=[TokenLogprob(-0.5)] * 3),
-        token_ids=[number, 7, 8],
-    )
+    choice = entry
+    if not isinstance(choice, Choice):
+        text, calls = (entry, None) if isinstance(entry, str) else (None, list(entry))
+        message = AnswerMessage(content=text, tool_calls=calls)
+        choice = Choice(message=message, finish_reason="tool_calls" if calls else "stop")
+    choice.logprobs, choice.token_ids = Logprobs(content=[TokenLogprob(-0.5)] * 3), [number, 7, 8]
     answer = Answer([choice], id="a", prompt_token_ids=[1, 2], usage=Usage(2, 3, 5))
     return as_completion(answer, chat=True)

@@ -14,6 +14,7 @@ from recorded_client import CALL, RecordedClient
 
 from prime_rl.gateway.server import Gateway
 from prime_rl.gateway.session import Session
+from rollouts.training.environments.answers import AnswerMessage, Choice
 
 SAMPLING = {"temperature": 0.7, "max_tokens": 50, "seed": 3, "logprobs": True, "extra_body": {"return_token_ids": True}}
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
@@ -133,6 +134,22 @@ def test_anthropic_messages_keep_the_text_of_sampled_calls() -> None:
     assert (system["content"], tool) == ("Add.", {"role": "tool", "tool_call_id": "call_1", "content": "3"})
     assert assistant["tool_calls"] == [CALL.model_dump()], "with its own spaces, not those of the agent's JSON"
     assert session.num_unmatched == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropic_messages_name_the_stop_sequence(stream: bool) -> None:
+    async def stopped(request: dict[str, Any]) -> Choice:
+        assert request["stop"] == ["END", "\n"]
+        return Choice(message=AnswerMessage(content="Hel"), finish_reason="stop", stop_reason="END")
+
+    async def work(session: Session, http: httpx.AsyncClient) -> str:
+        body = {"model": "c", "max_tokens": 9, "stream": stream, "stop_sequences": ["END", "\n"]}
+        body["messages"] = [{"role": "user", "content": "Hi"}]
+        return (await http.post("/v1/messages", headers={"x-api-key": session.key}, json=body)).text
+
+    text = serve(RecordedClient(stopped), work)
+    found = json.loads(text.splitlines()[-5][6:])["delta"] if stream else json.loads(text)
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "END")
 
 
 def test_anthropic_streams_join_to_the_message() -> None:

@@ -295,6 +295,26 @@ def test_server_defaults_apply_to_missing_fields() -> None:
         server.stop()
 
 
+def test_defaults_of_chat_templates_apply_to_chats_alone() -> None:
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    server = RunningServer(None, sampling={"max_tokens": 3, "extra_body": off})
+    template = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %} quick{% endif %}"
+    server.service.tokenizer.chat_template = template
+    try:
+        prompts = {}
+        for name, given in (("default", {}), ("same", off), ("other", {"chat_template_kwargs": {"a": 1}})):
+            body = {"messages": CHAT, "return_token_ids": True, **given}
+            prompts[name] = server.post("/v1/chat/completions", body).json()["prompt_token_ids"]
+            assert server.post("/tokenize", {"messages": CHAT, **given}).json()["tokens"] == prompts[name]
+        assert prompts["default"] == prompts["same"] != prompts["other"]
+        group = {"messages": CHAT, "seeds": [1], "return_token_ids": True}
+        line = server.post("/v1/chat/completions/group", group).json()
+        assert line["answer"]["prompt_token_ids"] == prompts["same"]
+        assert server.post("/v1/completions", {"prompt": PROMPT}).status_code == 200
+    finally:
+        server.stop()
+
+
 def test_without_a_key_only_this_machine_changes_the_server(server: RunningServer) -> None:
 
     from prime_rl.inference.request_parsing import ApiError

@@ -207,7 +207,9 @@ def test_a_chat_over_tokens_and_back() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     logprobs = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0, "b": -2.0}]}
     choice = {"index": 0, "text": text, "finish_reason": "stop", "logprobs": logprobs, "prompt_token_ids": [1, 2]}
-    reported = chat_from_completion({"id": "cmpl-1", "choices": [choice]}, {**body, "tools": [{}]}, MessageParser())
+    reported = chat_from_completion(
+        {"id": "cmpl-1", "choices": [choice]}, {**body, "tools": [{}]}, MessageParser(), False
+    )
     (chat,) = reported["choices"]
     assert (
         reported["prompt_token_ids"] == [1, 2]
@@ -230,12 +232,18 @@ class FakeClient:
         self.model_config = SimpleNamespace(dtype=torch.float32)
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.adapters: list[Any] = []
+        self.paused = False
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         self.calls.append(f"pause {mode}")
+        self.paused = True
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
+        self.paused = False
+
+    async def is_paused(self) -> bool:
+        return self.paused
 
     async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
         self.calls.append(f"reset {reset_running_requests}")
@@ -612,6 +620,39 @@ def test_pause_is_answered_with_the_version(routes: tuple[Starlette, FakeClient,
     paused, refused = talk(app, use)
     assert (paused.status_code, paused.json()) == (200, {"status": "paused", "version": 0})
     assert refused.status_code == 400 and "sleep" in refused.text and client.calls == ["pause wait"]
+
+
+def test_a_paused_server_stays_paused_after_an_update(routes: tuple[Starlette, FakeClient, Path]) -> None:
+    app, client, root = routes
+    paths = [publish(root, step) for step in (3, 4)]
+    client.failing = {"step_3"}
+
+    async def use(http: httpx.AsyncClient) -> list[int]:
+        await http.post("/pause", params={"mode": "keep"})
+        return [(await http.post("/update_weights", json={"weight_dir": str(path)})).status_code for path in paths]
+
+    assert talk(app, use) == [400, 200]
+    assert client.paused and "resume" not in client.calls and "load step_4" in client.calls
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_chats_over_tokens_return_reasoning(
+    opened: bool, monkeypatch: pytest.MonkeyPatch, routes: tuple[Starlette, FakeClient, Path]
+) -> None:
+    app, _, _ = routes
+    config = InferenceConfig.model_validate({"backend": "vllm", "model": {"reasoning_parser": "think"}})
+    monkeypatch.setenv(CONFIG_VARIABLE, config.model_dump_json())
+
+    async def complete(request: Request) -> JSONResponse:
+        choice = {"index": 0, "text": "hm</think>4" if opened else "<think>hm</think>4", "finish_reason": "stop"}
+        return JSONResponse({"id": "cmpl-1", "choices": [choice]})
+
+    app.add_route("/v1/completions", complete, methods=["POST"])
+    tokens = load_tokenizer(str(MODEL_DIR)).encode("2 + 2?" + ("<think>\n" if opened else ""))
+    body = {"model": "m", "messages": [], "tokens": tokens}
+    reply = talk(app, lambda http: http.post("/v1/chat/completions/tokens", json=body))
+    (choice,) = reply.json()["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("4", "hm")
 
 
 def test_only_reasoning_gets_its_other_name() -> None:
