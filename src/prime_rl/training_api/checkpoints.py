@@ -6,6 +6,7 @@ published by renaming, so that a killed server leaves none half written.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from loguru import logger
 from safetensors.torch import load_file
 
 from prime_rl.trainer.lora import load_adapter
@@ -170,8 +172,7 @@ class AdapterStore:
     def find(self, path: str, owner: str) -> AdapterCheckpoint:
         """A checkpoint that `owner` may read; `NotFound` otherwise."""
         model_id, kind, name = split_path(path)
-        file = self.directory(model_id, kind, name) / INFO_FILE
-        info = _read_info(file) if file.is_file() else None
+        info = _find_info(self.directory(model_id, kind, name) / INFO_FILE)
         if info is None or info.model_id != model_id or not (info.public or info.owner == owner):
             raise NotFound(f"there is no checkpoint {path} for this API key")
         return info
@@ -214,8 +215,19 @@ class AdapterStore:
     def _all(self) -> Iterator[AdapterCheckpoint]:
         for kind in KINDS:
             for file in self.root.glob(f"*/{kind}/*/{INFO_FILE}"):
-                if not file.parent.name.startswith("."):
-                    yield _read_info(file)
+                if not file.parent.name.startswith(".") and (info := _find_info(file)) is not None:
+                    yield info
+
+
+def _find_info(file: Path) -> AdapterCheckpoint | None:
+    """None for a checkpoint that is not there, or no longer, and for a damaged one, which is logged."""
+    try:
+        return _read_info(file)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        logger.warning(f"Skipping a damaged checkpoint, {file}: {error}")
+        return None
 
 
 def _read_info(file: Path) -> AdapterCheckpoint:
@@ -224,5 +236,8 @@ def _read_info(file: Path) -> AdapterCheckpoint:
 
 def _write_info(directory: Path, info: AdapterCheckpoint) -> None:
     unfinished = directory / f"{INFO_FILE}.tmp"
-    unfinished.write_bytes(orjson.dumps(asdict(info), option=orjson.OPT_INDENT_2))
+    with unfinished.open("wb") as file:
+        file.write(orjson.dumps(asdict(info), option=orjson.OPT_INDENT_2))
+        file.flush()
+        os.fsync(file.fileno())
     unfinished.rename(directory / INFO_FILE)

@@ -358,14 +358,12 @@ async def retrieve_future(service: TrainingService, owner: str, request: Request
         return reply({"detail": message}, 410)
     [(is_json, payload, error, category)] = rows
 
-    async def mark() -> None:
+    async def mark() -> None:  # of the list that is there when all has been sent
         service.futures.fetched.append(request_id)
 
     content = payload if error is None else orjson.dumps({"error": error, "category": category})
     media_type = "application/json" if is_json else PROTOBUF
-    return Response(
-        content, media_type=media_type, background=BackgroundTask(service.futures.fetched.append, request_id)
-    )
+    return Response(content, media_type=media_type, background=BackgroundTask(mark))
 
 
 async def retrieve_futures(service: TrainingService, owner: str, request: Request) -> Response:

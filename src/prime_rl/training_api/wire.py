@@ -6,6 +6,7 @@ read (provenance spans) are skipped by the parser.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ FLOAT32, INT64 = 1, 2
 NUMPY = {FLOAT32: np.dtype(np.float32), INT64: np.dtype(np.int64)}
 STOP, LENGTH = 0, 1
 MAX_ELEMENTS = 2**26
-"""Maximum elements of a tensor, whose sparse encoding may be far smaller."""
+"""Maximum elements of the tensors of a request, whose sparse encoding may be far smaller."""
 
 
 def _add_field(message: Any, declaration: str) -> None:
@@ -113,24 +114,31 @@ def decode_pass(body: bytes) -> PassRequest:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number
+    data, room = [], MAX_ELEMENTS
+    for i, datum in enumerate(message.data):
+        data.append(_decode_datum(datum, f"data[{i}]", room))
+        room -= sum(array.size for array in data[-1].inputs.values())
     return PassRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,
-        data=[_decode_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)],
+        data=data,
         loss_fn=message.loss_fn,
         loss_config=config,
         forward_only=message.forward_only,
     )
 
 
-def _decode_datum(message: Any, where: str) -> Datum:
+def _decode_datum(message: Any, where: str, room: int) -> Datum:
     tokens: list[int] = []
     for chunk in message.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise ValueError(f"{where}: this server has no {kind or 'empty'} chunks, only text (encoded_text)")
         tokens += _array(chunk.encoded_text.tokens, np.dtype(np.int32), f"{where}.model_input").tolist()
-    inputs = {name: decode_tensor(value, f"{where}.{name}") for name, value in message.loss_fn_inputs.items()}
+    inputs: dict[str, np.ndarray] = {}
+    for name, value in message.loss_fn_inputs.items():
+        inputs[name] = decode_tensor(value, f"{where}.{name}", room)
+        room -= inputs[name].size
     return Datum(tokens, inputs)
 
 
@@ -140,14 +148,18 @@ def _array(data: bytes, dtype: Any, where: str) -> np.ndarray:
     return np.frombuffer(data, dtype=dtype)
 
 
-def decode_tensor(message: Any, where: str) -> np.ndarray:
-    """A dense array; unlisted cells of a sparse tensor are 0, or -1 in integer tensors (no token)."""
+def decode_tensor(message: Any, where: str, room: int = MAX_ELEMENTS) -> np.ndarray:
+    """A dense array of at most `room` elements; unlisted cells of a sparse tensor are 0, or -1 in integer tensors (no
+    token). `ValueError` for anything else.
+    """
     dtype = NUMPY.get(message.dtype)
     if dtype is None:
         raise ValueError(f"{where}: data type {message.dtype} is not float32 or int64")
     shape = tuple(message.shape)
-    if any(n < 0 for n in shape) or int(np.prod([float(n) for n in shape])) > MAX_ELEMENTS:
+    if any(n < 0 for n in shape):
         raise ValueError(f"{where}: shape {list(shape)} is not possible")
+    if math.prod(shape) > room:
+        raise ValueError(f"{where}: shape {list(shape)} is too large: send at most {MAX_ELEMENTS} elements per request")
     if message.WhichOneof("encoding") != "sparse_csr":
         values = _array(message.dense, dtype, where)
         shape = shape or (len(values),)

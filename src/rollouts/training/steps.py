@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -88,13 +90,35 @@ def temporary_path(final: Path, token: str) -> Path:
 
 
 def commit_dir(tmp: Path, final: Path, *, sealed: bool = False) -> None:
-    """Sync `tmp` to disk and rename it to `final`, with the completion marker."""
+    """Sync `tmp` to disk and rename it to `final`, with the completion marker; what is there is replaced at once."""
     (tmp / STABLE).write_text(json.dumps(_describe_files(tmp), indent=1) if sealed else "", encoding="utf-8")
     _fsync_tree(tmp)
+    if final.exists() and _exchange(tmp, final):
+        _fsync(final.parent)
+        _remove(tmp)
+        return
     if final.exists():
         _remove(final)
     os.rename(tmp, final)
     _fsync(final.parent)
+
+
+def can_exchange() -> bool:
+    """Whether this system can exchange two directories at once (`renameat2` of Linux); not all file systems can."""
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "renameat2")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two directories at once; returns whether it was possible.
+
+    Two renames would leave neither for a moment, and after a crash at that moment for good.
+    """
+    if not can_exchange():
+        return False
+    current_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    paths = os.fsencode(one), os.fsencode(other)
+    done: int = ctypes.CDLL(None).renameat2(current_directory, paths[0], current_directory, paths[1], exchange)
+    return done == 0
 
 
 def find_damage(path: Path) -> str | None:

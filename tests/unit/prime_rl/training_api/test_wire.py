@@ -9,6 +9,7 @@ import pytest
 import torch
 from training_requests import build_pass, build_tensor
 
+from prime_rl.training_api import wire
 from prime_rl.training_api.wire import CLASSES, decode_pass, decode_tensor, densify, encode_pass
 
 
@@ -63,9 +64,33 @@ def test_impossible_tensors_are_refused() -> None:
     ragged.dense = b"abc"
     other = build_tensor(np.zeros(1, dtype=np.float32))
     other.dtype = 4
-    for tensor, message in [(huge, "not possible"), (ragged, "whole number"), (other, "data type")]:
+    negative = build_tensor(np.zeros(1, dtype=np.float32))
+    negative.shape[:] = [-1]
+    for tensor, message in [
+        (huge, "too large"),
+        (negative, "not possible"),
+        (ragged, "whole number"),
+        (other, "data type"),
+    ]:
         with pytest.raises(ValueError, match=message):
             decode_tensor(tensor, "x")
+
+
+def test_sparse_tensors_of_a_request_share_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes describe a large tensor, and a request may have many."""
+    monkeypatch.setattr(wire, "MAX_ELEMENTS", 100)
+    message = CLASSES["ForwardBackwardRequest"](model_id="m")
+    sparse = build_tensor(np.zeros(1, dtype=np.float32))
+    sparse.sparse_csr.crow_indices = np.zeros(2, dtype=np.int64).tobytes()
+    sparse.shape[:] = [1, 20]
+    for i in range(5):
+        datum = message.data.add() if i % 2 == 0 else message.data[-1]
+        datum.loss_fn_inputs[f"{i}"].CopyFrom(sparse)
+    decoded = decode_pass(message.SerializeToString())
+    assert [array.shape for datum in decoded.data for array in datum.inputs.values()] == [(1, 20)] * 5
+    message.data.add().loss_fn_inputs["weights"].CopyFrom(sparse)
+    with pytest.raises(ValueError, match=r"data\[3\]\.weights: shape \[1, 20\] is too large: send at most 100"):
+        decode_pass(message.SerializeToString())
 
 
 def test_image_chunks_are_refused() -> None:
