@@ -75,16 +75,18 @@ def extract_boxed(text: str) -> str:
 def parse_number(text: str) -> Fraction | None:
     """The one number a text consists of, exactly, or None.
 
-    Around it may stand a currency sign, a percent sign, or words; thousands may be separated by commas; \\frac{a}{b}
-    and a/b are fractions. Two numbers are none.
+    Around it may stand a currency sign, a percent sign, stars, or words; thousands may be separated by commas;
+    \\frac{a}{b} and a/b are fractions. Two numbers are none.
     """
     if len(text) > MAX_ANSWER_LENGTH:
         return None
     text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text.replace("−", "-"))
+    text = re.sub(r"\\[dt]?frac\s*(\d)\s*(\d)", r"\1/\2", re.sub(r"^\s*(\*{1,3})(.*?)\1\s*$", r"\2", text))
     text = re.sub(r"\\[$%!,;: ]|\\(?:text|mathrm|mbox)\b|[{}$~]", "", text)
     text = re.sub(r"^\s*[A-Za-z]\s*=", "", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text))
+    text = re.sub(r"^\s*-\s+(?=[\d.])", "-", text)
     numbers = re.findall(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:\s*/\s*\d+)?", text)
-    if len(numbers) != 1 or re.search(r"[=^*_<>()\\]|[A-Za-z]\s*\+|\b[A-Za-z]\s*-", text):
+    if len(numbers) != 1 or re.search(r"[=^*_<>()\\]|\d\s*!|[A-Za-z]\s*\+|\b[A-Za-z]\s*-", text):
         return None  # several numbers, or something to be worked out
     over, _, under = numbers[0].replace(" ", "").partition("/")
     return None if under and int(under) == 0 else Fraction(over) / int(under or 1)
@@ -172,8 +174,7 @@ def _read_problems(name: str | None, folder: str | None, split: str, count: int)
             raise ValueError(
                 f"data_dir {folder}: it has no file {path.name}; it should hold train.jsonl and test.jsonl"
             )
-        lines = path.read_text().splitlines()
-        rows = [json.loads(line) for line in lines if line.strip()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     else:
         rows = list(load_dataset(name, "main", split=split))
     problems = []

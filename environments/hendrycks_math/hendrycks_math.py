@@ -48,12 +48,13 @@ def load_environment(
 
     Problems are made on the spot (2000 unless a number is given), or read from `dataset_name`: a hub dataset such as
     PrimeIntellect/Hendrycks-Math, or a JSON lines file, with the columns `question_key` and `answer_key`. The last
-    `num_eval_examples` rows are held out. With `difficulty_key`, a column with the average reward of some model, rows
-    outside `min_avg_reward` to `max_avg_reward` are left out. `math_verify_timeout` is in seconds.
+    `num_eval_examples` rows are held out, but never all. With `difficulty_key`, a column with the average reward of
+    some model, rows outside `min_avg_reward` to `max_avg_reward` are left out. `math_verify_timeout` is in seconds.
     """
+    num_held_out = 200 if num_eval_examples < 0 else num_eval_examples
     if dataset_name is None:
         train = build_problems(2000 if num_train_examples < 0 else num_train_examples, split="train", seed=seed)
-        held_out = build_problems(num_eval_examples, split="eval", seed=seed)
+        held_out = build_problems(num_held_out, split="eval", seed=seed)
     else:
         rows = _read_rows(dataset_name, dataset_subset, dataset_split)
         if difficulty_key is not None:
@@ -61,7 +62,9 @@ def load_environment(
         problems = [(str(_column(row, question_key)), str(_column(row, answer_key)), row.get(info_key)) for row in rows]
         if dataset_shuffle:
             random.Random(seed).shuffle(problems)
-        cut = max(len(problems) - num_eval_examples, 0)
+        if not problems:
+            raise ValueError(f"dataset_name {dataset_name}: it has no rows to train on")
+        cut = max(len(problems) - num_held_out, 1)
         train, held_out = problems[:cut], problems[cut:]
         train = train if num_train_examples < 0 else train[:num_train_examples]
     parser = vf.Parser(extract_fn=extract_answer)
@@ -206,7 +209,7 @@ def _split_of(text: str) -> str:
 
 def _read_rows(name: str, subset: str, split: str) -> list[dict[str, Any]]:
     if Path(name).is_file():
-        return [json.loads(line) for line in Path(name).read_text().splitlines() if line.strip()]
+        return [json.loads(line) for line in Path(name).read_text(encoding="utf-8").split("\n") if line.strip()]
     return list(load_dataset(name, subset, split=split))
 
 

@@ -48,7 +48,8 @@ def read_file(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Rows of a JSON lines file or a JSON list, and how many were left out because no question can be made of them."""
     text = path.read_text(encoding="utf-8")
     try:
-        raw = json.loads(text) if text.lstrip().startswith("[") else [json.loads(t) for t in text.splitlines() if t]
+        is_list = text.lstrip().startswith("[")
+        raw = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON lines, and no JSON list: {error}") from error
     rows = [row for entry in raw if (row := read_row(entry)) is not None]

@@ -24,8 +24,9 @@ NUM_MADE = {"train": 2000, "validation": 254}  # made problems when -1 asks for 
 # "Answer: C", "the answer is **(C)**", "ANSWER = \\boxed{C}": a letter behind the word, and nothing but marks after it
 # Every run of marks is bounded: a long run must not cost more than its length.
 EXPLICIT = re.compile(
-    r"(?i:\banswer)\*{0,3}\s{0,3}(?:(?i:is)\b\s{0,3}[:=\-]?|[:=\-])\s{0,3}(?i:option\s+)?[\s*_$(\[{]{0,6}"
-    r"(?:\\?(?:boxed|text|mathrm)\{){0,3}[\s*(\[]{0,6}(?P<letter>[A-E])(?P<rest>(?![\w'])(?!\s+[a-z])[^\n]*)"
+    r"(?i:\banswer)\*{0,3}\s{0,3}(?:(?i:is)\b\s{0,3}[:=\-]?|[:=\-])\s{0,3}(?i:option\s+)?[\s*_$(\[{\\]{0,6}"
+    r"(?:\\?(?:boxed|text|mathrm|textbf|mathbf)\{){0,3}[\s*(\[]{0,6}"
+    r"(?P<letter>[A-E])(?P<rest>(?![\w'])(?![ \t]+[a-z])[^\n]*)"
 )
 ONLY_LETTER = re.compile(r"[\s*_$(\[{]*(?:\\?boxed\{)?([A-E])[\s*_$)\]}.:]*")
 Read = Callable[[str, int], list[dict[str, Any]]]

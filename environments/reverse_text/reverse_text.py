@@ -21,7 +21,7 @@ def load_environment(
     dataset_name: str | None = None,
     dataset_split: str = "train",
     system_prompt: str | None = SYSTEM_PROMPT,
-    num_train_examples: int = 1000,
+    num_train_examples: int = -1,
     num_eval_examples: int = 256,
     min_length: int = 8,
     max_length: int = 32,
@@ -30,15 +30,17 @@ def load_environment(
 ) -> vf.Environment:
     """One turn: the user gives a text, the model answers with it reversed, in a tag.
 
-    Texts are random words unless `dataset_name` names a hub dataset or a JSON lines file with a `prompt` column, of
-    which the last `num_eval_examples` rows are held out. Reward: similarity to the true reversal, 0 to 1.
+    Texts are random words (1000 to train, unless a number is given) unless `dataset_name` names a hub dataset or a
+    JSON lines file with a `prompt` column, of which the last `num_eval_examples` rows are held out. Reward: similarity
+    to the true reversal, 0 to 1.
     """
     if dataset_name is None:
         generator = {"min_length": min_length, "max_length": max_length, "alphabet": alphabet, "seed": seed}
-        train = build_texts(num_train_examples, split="train", **generator)
+        train = build_texts(1000 if num_train_examples < 0 else num_train_examples, split="train", **generator)
         held_out = build_texts(num_eval_examples, split="eval", **generator)
     else:
         train, held_out = _read_texts(dataset_name, dataset_split, num_eval_examples)
+        train = train if num_train_examples < 0 else train[:num_train_examples]
     parser = vf.XMLParser(["reversed_text"], answer_field="reversed_text")
     rubric = vf.Rubric(parser=parser)
     rubric.add_reward_func(lcs_reward_func)
@@ -117,8 +119,8 @@ def _split_of(text: str) -> str:
 def _read_texts(name: str, split: str, num_eval: int) -> tuple[list[str], list[str]]:
     is_file = Path(name).is_file()
     dataset = load_dataset("json", data_files=name, split=split) if is_file else load_dataset(name, split=split)
-    texts = [str(text) for text in dataset["prompt"]]
-    num_eval = min(num_eval, len(texts) - 1)
+    texts = [str(text).strip() for text in dataset["prompt"]]  # as the parser strips answers
+    num_eval = max(min(num_eval, len(texts) - 1), 0)
     return texts[: len(texts) - num_eval], texts[len(texts) - num_eval :]
 
 

@@ -113,7 +113,7 @@ def read_pages(path: str) -> list[Page]:
     if not Path(path).is_file():
         raise ValueError(f"corpus {path!r}: no such file; it should have JSON lines with title and content")
     pages = {}
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
         row = json.loads(line) if line.strip() else None
         if row is None:
             continue

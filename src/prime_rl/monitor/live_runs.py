@@ -18,6 +18,7 @@ from prime_rl.monitor.run_kind import SEARCH_METRIC, RunKind, find_kind
 from prime_rl.monitor.run_status import RunStatus, find_status
 from prime_rl.monitor.series import Series
 from prime_rl.monitor.timing import RunClock
+from rollouts.training.metrics import AttemptSteps
 
 RESCAN_S = 2.0
 """Seconds between two searches for runs."""
@@ -50,7 +51,9 @@ class RunCard:
     run: LocalRun
     _offset: int = 0
     _clock: RunClock = field(default_factory=RunClock)
-    _points: dict[str, dict[int, float]] = field(default_factory=dict)
+    _points: dict[str, dict[int, tuple[str, float]]] = field(default_factory=dict)
+    """Metric -> step -> process and value."""
+    _attempts: AttemptSteps = field(default_factory=AttemptSteps)
     _seen: tuple[object, ...] = ()
     _config: tuple[RunKind, Any, Any] | None = None
     _status: RunStatus = field(default_factory=lambda: RunStatus("waiting", 0))
@@ -89,11 +92,13 @@ class RunCard:
         }
 
     def _series(self) -> dict[str, Series]:
-        return {name: sorted(points.items()) for name, points in self._points.items()}
+        return {
+            name: sorted((step, value) for step, (_, value) in points.items()) for name, points in self._points.items()
+        }
 
     def _read_rows(self) -> None:
         if self.run.metrics_path.exists() and self.run.metrics_path.stat().st_size < self._offset:
-            self._offset, self._clock, self._points = 0, RunClock(), {}  # the file was replaced
+            self._offset, self._clock, self._points, self._attempts = 0, RunClock(), {}, AttemptSteps()  # replaced
         decode = msgspec.json.Decoder(_CardRow).decode
         for end, line in complete_lines(self.run.metrics_path, self._offset):
             self._offset = end
@@ -104,9 +109,17 @@ class RunCard:
             step, is_interval = int(row.step), row.start is not None
             head = {"process": row.process, "timestamp": row.timestamp, "step": step, "attempt": row.attempt}
             self._clock.add(head | ({"timeline/start": row.start} if is_interval else {"is/step": 1}))
+            if self._attempts.add(row.process, row.attempt, step):
+                self._drop_points(row.process, step)
             for name, value in zip(SHOWN, (row.reward, row.loss, row.teacher_kl, row.best_context), strict=True):
                 if value is not None:
-                    self._points.setdefault(name, {})[step] = value
+                    self._points.setdefault(name, {})[step] = row.process, value
+
+    def _drop_points(self, process: str, first: int) -> None:
+        """Drop the points of a process from a step on, which a later attempt repeats."""
+        for points in self._points.values():
+            for step in [step for step, (owner, _) in points.items() if owner == process and step >= first]:
+                del points[step]
 
 
 class LiveRuns:

@@ -16,7 +16,7 @@ from prime_rl.runtime.redaction import SECRET_KEY, redact
 from prime_rl.runtime.run_dir import RunDir
 
 MAX_DEPTH = 4
-SECRET = re.compile(rf"""((?:{SECRET_KEY.pattern})"?\s*=\s*)"[^"\n]*\"""", re.IGNORECASE)
+SECRET = re.compile(rf"""((?:{SECRET_KEY.pattern})"?\s*=\s*)"(?:[^"\\\n]|\\.)*\"""", re.IGNORECASE)
 """Values of secret TOML keys; names of variables (api_key_var) are not secret."""
 
 _RUN = RunDir(Path())

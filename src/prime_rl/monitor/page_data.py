@@ -6,7 +6,7 @@ import csv
 import io
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -70,6 +70,7 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
             "written": time.time(),
         },
         "offset": offset,
+        "attempt": last_attempt(rows),
         "series": pack_series(table),
         "lanes": pack_lanes(lanes),
         "summary": [
@@ -136,7 +137,14 @@ def explain_run(run: LocalRun) -> list[Finding]:
 def build_update(run: LocalRun, offset: int) -> dict[str, Any]:
     """Points and intervals logged since `offset`."""
     rows, end = read_rows(run.metrics_path, offset)
-    return {"offset": end, "series": pack_series(read_series(rows)), "lanes": pack_lanes(read_lanes(rows))}
+    series, lanes = pack_series(read_series(rows)), pack_lanes(read_lanes(rows))
+    return {"offset": end, "attempt": last_attempt(rows), "series": series, "lanes": lanes}
+
+
+def last_attempt(rows: Sequence[Mapping[str, Any]]) -> int:
+    """The number of the last attempt that has rows; a page reloads when there is a new one, which repeats steps."""
+    numbers = (row.get("attempt") for row in rows if isinstance(row, dict))
+    return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
 def metrics_csv(run: LocalRun) -> str:

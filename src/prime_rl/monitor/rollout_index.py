@@ -6,6 +6,7 @@ import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -288,7 +289,8 @@ class RolloutIndex:
         for row, start, size in self._new_rows(self._logprobs_path, self._decode_recorded):
             num_tokens = _num_tokens(row.trainer_logprobs)
             values = (row.step, row.group_index, row.index, num_tokens, row.attempt, start, size)
-            self._db.execute("INSERT INTO logprobs VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+            with suppress(OverflowError):  # numbers that no run writes
+                self._db.execute("INSERT INTO logprobs VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
     def _new_rows(self, path: Path, decode: Callable[[bytes], Row]) -> Iterator[tuple[Row, int, int]]:
         """Rows appended since the last call, with their position and size in bytes; invalid lines are skipped."""
@@ -305,7 +307,10 @@ class RolloutIndex:
         scored = _num_tokens(line.teacher_logprobs) > 0
         prompt_key = _hash(repr((line.env, line.prompt)))
         facts = (line.reward, line.advantage, line.status, num_tokens, scored, start, size, hidden, prompt_key)
-        self._db.execute(f"INSERT INTO rollouts VALUES ({', '.join('?' * 16)})", (*key, *facts))
+        try:
+            self._db.execute(f"INSERT INTO rollouts VALUES ({', '.join('?' * 16)})", (*key, *facts))
+        except OverflowError:  # numbers that no run writes
+            return
         # The last message of the prompt: earlier ones are often shared by all prompts.
         last = plain_text(line.prompt[-1:] if isinstance(line.prompt, list) else line.prompt)
         prompt, completion = plain_text(line.prompt), plain_text(line.completion)

@@ -116,7 +116,7 @@ class LiveRun:
     def update(self, offset: int) -> dict[str, Any]:
         """Changes since `offset` of the metrics file; `is_replaced` if a new run has replaced it."""
         path = self.run.metrics_path
-        if offset > (path.stat().st_size if path.exists() else 0):
+        if not 0 <= offset <= (path.stat().st_size if path.exists() else 0):
             return {"is_replaced": True}
         disk = {
             "evals": find_evals(self.run),
@@ -336,6 +336,9 @@ def read_query(params: dict[str, str]) -> Query:
         name: params.pop(name) for name in ("text", "env", "status", "kind", "sort") if name in params
     }
     conditions |= {name: int(params.pop(name)) for name in ("step", "group", "index") if name in params}
+    for name in ("step", "group", "index"):
+        if not -(2**63) <= conditions.get(name, 0) < 2**63:
+            raise ValueError(f"{name} must have at most 64 bits")
     conditions |= {"equal": params.pop("equal") == "true"} if "equal" in params else {}
     conditions |= {f"{name}_reward": float(params.pop(name)) for name in ("min", "max") if name in params}
     conditions["descending"] = params.pop("descending", "true") == "true"

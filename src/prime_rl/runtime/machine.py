@@ -9,6 +9,8 @@ import os
 import socket
 from pathlib import Path
 
+DEVICES, DRIVER, CONTROL_GROUP = Path("/dev"), Path("/proc/driver/nvidia"), Path("/sys/fs/cgroup")
+
 
 def check_port_free(host: str | None, port: int, key: str = "inference.server.port") -> None:
     """Raise `ValueError` naming `key` and a fix if `port` is in use."""
@@ -42,12 +44,30 @@ def is_healthy(host: str | None, port: int) -> bool:
 
 
 def find_gpus() -> list[int]:
-    """Ids of the visible NVIDIA GPUs, without loading a driver library."""
+    """Ids of the visible NVIDIA GPUs, without loading a driver library. `CUDA_VISIBLE_DEVICES` may also have UUIDs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = sorted(int(p.name[6:]) for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit())
+    present = sorted(int(p.name[6:]) for p in DEVICES.glob("nvidia[0-9]*") if p.name[6:].isdigit())
     if visible is None:
         return present
-    return [int(gpu) for gpu in visible.split(",") if gpu.strip().isdigit() and int(gpu) in present]
+    found = []
+    for name in filter(None, map(str.strip, visible.split(","))):
+        gpu = int(name) if name.isdigit() else _find_uuid(name)
+        if gpu is None and name != "-1":
+            from loguru import logger
+
+            logger.warning(f"CUDA_VISIBLE_DEVICES: {name} is no GPU of this machine; name it by its number or UUID")
+        found += [gpu] if gpu in present else []
+    return [gpu for gpu in found if gpu is not None]
+
+
+def _find_uuid(name: str) -> int | None:
+    """Id of the GPU whose UUID starts like this, as the driver tells; None if there is none."""
+    for file in DRIVER.glob("gpus/*/information"):
+        pairs = (line.partition(":") for line in file.read_text().splitlines())
+        facts = {key.strip(): value.strip() for key, _, value in pairs}
+        if facts.get("GPU UUID", "").startswith(name) and facts.get("Device Minor", "").isdigit():
+            return int(facts["Device Minor"])
+    return None
 
 
 def num_cores() -> int:
@@ -122,13 +142,17 @@ def find_available_memory() -> float:
 
     Half of the physical memory on systems without /proc.
     """
-    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
     [line] = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
     available = 1024.0 * int(line.split()[1])
     try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used, stat = ((CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
     except OSError:  # no control group with a limit
         return available
-    return available if limit == "max" else min(available, float(int(limit) - int(used)))
+    if limit.strip() == "max":
+        return available
+    counts = dict(line.split() for line in stat.splitlines())
+    cached = int(counts.get("inactive_file", 0))  # contents of files, which the system drops when memory is short
+    return min(available, float(int(limit) - int(used) + cached))

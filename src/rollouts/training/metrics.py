@@ -190,7 +190,7 @@ def load_last_attempts(path: Path) -> Iterator[dict[str, Any]]:
     if Path(path).exists():
         with Path(path).open("rb") as lines:
             for line in lines:
-                with suppress(msgspec.DecodeError):
+                with suppress(msgspec.DecodeError, RecursionError):
                     key = msgspec.json.decode(line, type=_RowKey)
                     attempts.add(key.process, key.attempt, key.step)
     for row in load_jsonl(path):

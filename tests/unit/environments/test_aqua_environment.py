@@ -206,7 +206,8 @@ def test_formulas_are_arithmetic_and_nothing_else() -> None:
     [
         ("Answer: C", "C"), ("answer is C.", "C"), ("The answer is: **(C)**", "C"), ("**Answer:** C", "C"),
         ("**Answer: C**", "C"), ("Answer: \\boxed{C}", "C"), ("answer: $\\boxed{\\text{C}}$", "C"),
-        ("ANSWER = [D]", "D"),
+        ("ANSWER = [D]", "D"), ("Answer: C\nbecause 3 + 4 = 7", "C"), ("Answer: C\n\nso it is done", "C"),
+        ("Answer: \\(C\\)", "C"), ("The answer is \\(\\boxed{C}\\)", "C"), ("answer: $\\boxed{\\textbf{C}}$", "C"),
         ("Answer: C) 42", "C"), ("Answer: C (42 km)", "C"), ("Answer: option D", "D"), ("Final answer - C", "C"),
         ("Answer:\nC", "C"), ("A", "A"), (" **E**. ", "E"), ("Answer: A\nno, Answer: B", "B"),
         ("A train travels for a day. Answer: D", "D"), ("Let x be a number\nAnswer: C", "C"),

@@ -204,6 +204,7 @@ def test_tricks_of_single_answers(environments: Any, name: str, reply: str, rewa
     [
         ("18", 18), ("18.00", 18), ("\\$1{,}000", 1000), ("70,000", 70_000), ("\\frac{36}{2}", 18), ("50\\%", 50),
         ("-5", -5), ("−5", -5), (".5", Fraction(1, 2)), ("3 / 2", Fraction(3, 2)), ("18\\text{ km}", 18), ("n=4", 4),
+        ("- 5", -5), ("-\\$ 5", -5), ("**18**", 18), ("\\frac12", Fraction(1, 2)), ("6!", None), ("12 - 4", None),
         ("1,2", None), ("", None), ("ten", None), ("2^3", None), ("1/0", None), ("5 \\times 3", None), ("x+18", None),
         ("10^{10000000}", None), ("2 = 18", None), ("9" * 101, None),
     ],
@@ -211,6 +212,29 @@ def test_tricks_of_single_answers(environments: Any, name: str, reply: str, rewa
 def test_numbers_as_people_write_them(environments: Any, text: str, number: Any) -> None:
     environments("gsm8k")
     assert sys.modules["gsm8k"].parse_number(text) == number
+
+
+def test_files_with_unusual_characters_and_few_rows(tmp_path: Path) -> None:
+    """Line separators of Unicode are part of a JSON line."""
+    text = "two lines\u2028in one\u0085\u2029"
+    for split in ("train", "test"):
+        row = json.dumps({"question": text, "answer": "It is 4 #### 4"}, ensure_ascii=False)
+        (tmp_path / f"{split}.jsonl").write_text(f"{row}\n\n", encoding="utf-8")
+    [row] = load_environment("gsm8k", {"data_dir": str(tmp_path)}).rows()
+    assert row["prompt"][-1]["content"] == text
+    math = tmp_path / "math.jsonl"
+    math.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(150)))
+    for wanted, held_out in ((200, 149), (-1, 149), (100, 100)):
+        env = load_environment("hendrycks-math", {"dataset_name": str(math), "num_eval_examples": wanted})
+        assert (len(env.rows()), len(env.rows("eval"))) == (150 - held_out, held_out)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"prompt": f"hello {n} "}) + "\n" for n in range(30)))
+    env = load_environment(
+        "reverse-text", {"dataset_name": str(texts), "num_train_examples": 10, "num_eval_examples": 5}
+    )
+    assert (len(env.rows()), len(env.rows("eval"))) == (10, 5)
+    oracle = play(env, env.rows(), lambda row: lambda _: f"<reversed_text>{row['answer']}</reversed_text>")
+    assert [rollout.metrics["exact_match"] for rollout in oracle] == [1.0] * 10
 
 
 def test_answer_equivalence_and_checker_timeout(environments: Any) -> None:

@@ -202,7 +202,8 @@ class LiveSource {
       isRefreshing = true;
       try {
         const { run, is_replaced, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}`);
-        if (is_replaced) return location.reload(); // a new run in the same directory
+        const isResumed = update.attempt > this.data.attempt; // it repeats steps
+        if (is_replaced || isResumed) return location.reload(); // also for a new run in the same directory
         mergeRun(this.data, update);
         Object.assign(this.data.run, run);
         this.facts = update.facts;
@@ -227,14 +228,20 @@ class LiveSource {
 
 function mergeRun(data, update) {
   data.offset = update.offset;
-  for (const [process, metrics] of Object.entries(update.series.curves)) {
-    const curves = (data.series.curves[process] ||= {});
-    for (const [name, [index, values]] of Object.entries(metrics)) {
-      const old = curves[name] ? { steps: data.series.steps[curves[name][0]], values: curves[name][1] } : { steps: [], values: [] };
-      data.series.steps.push([...old.steps, ...update.series.steps[index]]);
-      curves[name] = [data.series.steps.length - 1, [...old.values, ...values]];
+  const joined = [], places = new Map(); // curves with the same steps share them
+  const place = (old, fresh) => {
+    const key = `${old} ${fresh}`;
+    if (!places.has(key)) places.set(key, joined.push([...(data.series.steps[old] || []), ...(update.series.steps[fresh] || [])]) - 1);
+    return places.get(key);
+  };
+  for (const process of new Set([data, update].flatMap(({ series }) => Object.keys(series.curves)))) {
+    const curves = (data.series.curves[process] ||= {}), added = update.series.curves[process] || {};
+    for (const name of Object.keys({ ...curves, ...added })) {
+      const [old, values] = curves[name] || [-1, []], [fresh, more] = added[name] || [-1, []];
+      curves[name] = [place(old, fresh), [...values, ...more]];
     }
   }
+  data.series.steps = joined;
   for (const [process, spans] of Object.entries(update.lanes.lanes)) {
     const lane = (data.lanes.lanes[process] ||= []);
     for (const [activity, ...rest] of spans) {

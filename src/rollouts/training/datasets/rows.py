@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ Row = Mapping[str, Any]
 SAVED_DATASET = "state.json"
 """Lists the files of one split in a folder of `save_to_disk`."""
 METADATA = frozenset(["dataset_info.json", "dataset_infos.json", "dataset_dict.json", SAVED_DATASET])
+OTHER_SPLITS = frozenset("test validation valid val dev eval".split())
+"""Words in names of files that do not belong to the split "train"."""
 JSON_COLUMNS = frozenset(["messages", "conversations", "tools", "info"])
 """CSV columns with JSON values."""
 MAX_CSV_CELL = 2**30
@@ -89,7 +92,11 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
         return _data_files(path / split)
     files = _data_files(path) or _data_files(path / "data")
     chosen = [file for file in files if file.stem == split or file.stem.startswith(f"{split}-")]
-    return chosen if chosen or split != "train" else files
+    if chosen or split != "train":
+        return chosen
+    words = {file: set(re.split(r"[-_.]", file.stem.lower())) for file in files}
+    chosen = [file for file in files if split in words[file]]
+    return chosen or [file for file in files if not words[file] & OTHER_SPLITS]
 
 
 def _data_files(path: Path) -> list[Path]:

@@ -35,6 +35,17 @@ def test_cards_read_only_what_is_new(tmp_path: Path) -> None:
     assert card._offset > offset and len(second["spark"]) == 4 and second["value"] == 0.2
 
 
+def test_a_card_shows_the_last_attempt(tmp_path: Path) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=3)
+    card = RunCard(LocalRun(run))
+    assert card.read("run")["value"] == 0.15
+    resumed = [{**row, "timestamp": time.time(), "attempt": 1, "reward/mean": 0.7} for row in metric_rows(2)]
+    append_jsonl(run / "metrics.jsonl", resumed)
+    found = card.read("run")
+    assert (found["value"], found["spark"][-1]) == (0.7, [2, 0.7])
+    assert RunCard(LocalRun(run)).read("run")["spark"] == found["spark"]
+
+
 def test_routes_list_open_and_compare_runs(root: Path) -> None:
     folder = OpenRuns(LiveRuns(root))
     client = TestClient(build_app(runs=folder), base_url="http://127.0.0.1:8050")

@@ -7,14 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from page_runs import (
-    index_of,
-    write_distillation_run,
-    write_page_run,
-)
+from page_runs import index_of, metric_rows, write_distillation_run, write_page_run
 
 from prime_rl.monitor import page_data
-from prime_rl.monitor.local_runs import open_run
+from prime_rl.monitor.local_runs import LocalRun, open_run
 from prime_rl.monitor.page_data import build_page_data, build_update, config_rows, thin
 from prime_rl.monitor.rollout_detail import rollout_detail
 from prime_rl.monitor.timing import find_timing
@@ -76,6 +72,25 @@ def test_page_data_and_its_updates_add_up(tmp_path: Path) -> None:
     update = build_update(open_run(run_dir), first["offset"])
     assert update["series"] == {"steps": [[13]], "curves": {"trainer": {"loss/mean": [0, [7.0]]}}}
     assert build_update(open_run(run_dir), update["offset"])["series"]["curves"] == {}
+
+
+def test_updates_tell_of_a_new_attempt(tmp_path: Path) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=3)
+    whole = build_page_data(LocalRun(run))
+    append_jsonl(run / "metrics.jsonl", metric_rows(4))
+    same = build_update(LocalRun(run), whole["offset"])
+    append_jsonl(run / "metrics.jsonl", [{**row, "attempt": 1} for row in metric_rows(2)])
+    resumed = build_update(LocalRun(run), same["offset"])
+    assert (whole["attempt"], same["attempt"], resumed["attempt"]) == (0, 0, 1)
+    assert build_page_data(LocalRun(run))["attempt"] == 1
+
+
+def test_secrets_with_quotes_are_hidden(tmp_path: Path) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=1)
+    (run / "configs").mkdir(exist_ok=True)
+    (run / "configs" / "rl.toml").write_text('api_key = "abc\\"supersecret"\nname = "a\\"b"\n')
+    text = LocalRun(run).configs()["rl"]
+    assert "supersecret" not in text and 'api_key = "***"\n' in text and 'name = "a\\"b"' in text
 
 
 def test_config_rows_take_values_that_hold_signs() -> None:

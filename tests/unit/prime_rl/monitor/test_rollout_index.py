@@ -67,7 +67,7 @@ def test_the_index_grows_with_the_file_and_waits_for_whole_lines(tmp_path: Path)
     assert index.grow() and len(index) == 5
     assert not index.grow()
     with path.open("ab") as file:
-        file.write(b': "late"}\nnot json\n{"step": "wrong"}\n')
+        file.write(b': "late"}\nnot json\n{"step": "wrong"}\n{"step": 2, "group_index": %d}\n' % 10**20)
     append_jsonl(path, rows[5:6])
     assert index.grow() and len(index) == 7
     assert index.row(5) == {"step": 2, "env": "late"} and index.row(6) == json.loads(msgspec.json.encode(rows[5]))

@@ -59,8 +59,10 @@ def test_routes_answer_this_machine_only(run_dir: Path) -> None:
         "/api/rollouts?step=x",
         "/api/rollouts?nonsense=1",
         "/api/rollouts/999999",
+        f"/api/rollouts?step={10**20}",
     ):
         assert client.get(wrong).status_code == 400
+    assert client.get("/api/update?offset=-5").json() == {"is_replaced": True}
     assert client.post("/api/run").status_code == 405
     equal = client.get("/api/rollouts?equal=true").json()["total"]
     assert equal + client.get("/api/rollouts?equal=false").json()["total"] == 144

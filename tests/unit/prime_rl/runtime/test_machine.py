@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.runtime.machine import check_port_free, find_free_port, is_healthy
+from prime_rl.runtime import machine
+from prime_rl.runtime.machine import check_port_free, find_available_memory, find_free_port, find_gpus, is_healthy
 
 
 def test_a_port_in_use_names_key_and_fix() -> None:
@@ -25,6 +26,36 @@ def test_a_port_in_use_names_key_and_fix() -> None:
             check_port_free(None, port)
     finally:
         server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [(None, [0, 1, 2]), ("2,0", [2, 0]), ("", []), ("-1", []), ("GPU-bb, GPU-aa11", [1, 0]), ("MIG-9,1,7", [1])],
+)
+def test_gpus_by_number_and_by_uuid(
+    visible: str | None, found: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, uuid in enumerate(("GPU-aa11", "GPU-bb22", "GPU-cc33")):
+        (tmp_path / f"nvidia{number}").touch()
+        (tmp_path / "gpus" / f"{number}").mkdir(parents=True)
+        facts = f"Model: \t X\nGPU UUID: \t {uuid}\nDevice Minor: \t {number}\n"
+        (tmp_path / "gpus" / f"{number}" / "information").write_text(facts)
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "DRIVER", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert find_gpus() == found
+
+
+def test_cached_files_are_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
+    whole = find_available_memory()
+    for name, text in (("max", "1000000\n"), ("current", "900000\n"), ("stat", "anon 5\ninactive_file 300000\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert find_available_memory() == 400_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert find_available_memory() == pytest.approx(whole, rel=0.2)
 
 
 def test_health() -> None:

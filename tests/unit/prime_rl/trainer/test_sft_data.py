@@ -175,6 +175,14 @@ def test_subsets_and_splits_of_a_directory(tmp_path: Path) -> None:
     assert letter(name) == "a" and letter(name, "test") == "b" and letter(name, "train", "math") == "c"
     assert letter(name, "train", "code") == "d" and letter(name, "val", "code") == "e"
     assert letter(f"{name}/loose") == "f" == letter(name, "train", "loose")
+    write(tmp_path / "held" / "test.jsonl", pairs("g", 1))
+    write(tmp_path / "held" / "gsm8k_validation.jsonl", pairs("h", 1))
+    with pytest.raises(ValueError, match="holds no split 'train'"):
+        find_files(f"{name}/held")
+    write(tmp_path / "held" / "latest.jsonl", pairs("i", 1))
+    assert letter(f"{name}/held") == "i"
+    write(tmp_path / "held" / "gsm8k_train.jsonl", pairs("j", 1))
+    assert letter(f"{name}/held") == "j" and letter(f"{name}/held", "test") == "g"
     for arguments, words in (
         ((name, "dev"), "holds no split 'dev'"),
         ((name, "train", "none"), "has no subset 'none'"),
