@@ -63,7 +63,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@printf '%s\n' "$(CURDIR)" > $(STAMP)
 	@echo "==> ready: . .venv/bin/activate && rl --help"
 
-test: test-unit test-integration  ## setup, then all tests
+test: test-unit test-integration  ## setup, then all quick tests
 
 test-unit: setup  ## unit tests, and contract tests of documented names
 	@echo "==> unit tests"

@@ -29,12 +29,12 @@ TASK, OTHER = "facts", "other-tables"
 
 def main() -> int:
     """Run warm-up and distillation and print a summary; returns the exit code."""
-    arguments = parse_arguments("Distil a context into a tiny model on the CPU.", "distill")
+    arguments = parse_arguments("Distill a context into a tiny model on the CPU.", "distill")
     os.chdir(ROOT)  # the recipe's paths are relative to the repository
     output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "distill")
     stages = Stages(Console(highlight=False), output_dir, num_stages=2)
     stages.console.print(
-        f"Six facts of a context move into the weights of a tiny model, seed {arguments.seed}.\n"
+        f"Distills six facts of a context into the weights of a tiny model, seed {arguments.seed}.\n"
         f"Everything goes to {shown(output_dir)}, all lines to {shown(output_dir / 'logs')}; Ctrl-C stops it.\n",
         soft_wrap=True,
     )

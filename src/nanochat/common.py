@@ -35,7 +35,7 @@ def resolve_device(device: torch.device | str = "auto") -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device {str(device)!r} is no device: use auto, cpu, cuda or cuda:0") from error
     if found.type == "cuda" and not torch.cuda.is_available():
-        _say_once(f"device is {str(device)!r} but this machine has no GPU: using the CPU")
+        _warn_once(f"device is {str(device)!r} but this machine has no GPU: using the CPU")
         return torch.device("cpu")
     return found
 
@@ -98,5 +98,5 @@ def _read_rank(size: int) -> int:
 
 
 @cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     log.warning(text)

@@ -293,6 +293,12 @@ def check_vllm_options(config: InferenceConfig) -> None:
         raise ValueError(f"model.impl = {config.model.impl!r} is for the embedded engine; vLLM's is --vllm.model-impl")
     if config.model.quantization is not None:
         raise ValueError("model.quantization is for the embedded engine; vLLM's is --vllm.quantization")
+    if not config.speculation:
+        raise ValueError("speculation = false is for the embedded engine: leave it out; vLLM does so by default")
+    if config.server.drain_timeout != type(config.server)().drain_timeout:
+        raise ValueError(
+            "server.drain_timeout is for the embedded engine: leave it out; vLLM's is --vllm.shutdown-timeout"
+        )
     for name, value in config.cache.model_dump(exclude_defaults=True).items():
         raise ValueError(
             f"cache.{name} = {value!r} is for the embedded engine: leave it out; vLLM's own options are "
@@ -322,6 +328,7 @@ def check_sglang_options(config: InferenceConfig) -> None:
         "model.dtype": config.model.dtype != "auto",
         "model.impl": config.model.impl != "auto",
         "model.quantization": config.model.quantization is not None,
+        "speculation": not config.speculation,
         "parallel.tp": config.parallel.tp != 1,
         "parallel.dp": config.parallel.dp != 1,
         "enforce_eager": config.enforce_eager,

@@ -13,6 +13,7 @@ from prime_rl.monitor.run_kind import RunKind, find_kind
 from prime_rl.monitor.series import Series, join_processes
 from prime_rl.monitor.trend import MIN_EVIDENCE, exceeds, find_trend
 from prime_rl.telemetry.busy_intervals import Interval
+from prime_rl.telemetry.health_checks import MORE_SERVERS
 
 Lanes = Mapping[str, Sequence[tuple[str, float, float, int]]]
 """Process -> (what, start, end, step), times in seconds."""
@@ -204,8 +205,8 @@ def _stalls(lanes: Lanes, orchestrator: Mapping[str, Series], config: Mapping[st
     advice, is_starved = None, exceeds(_waits_by_step(lanes["trainer"]), IDLE_SHARE)
     if is_starved and (engine is None or engine > 0.7):
         advice = (
-            "generation is the bottleneck: add engines (inference.parallel.dp), shorten sampling.max_tokens, "
-            "or let batches take the groups that finish first (orchestrator.oversampling_factor)"
+            f"generation is the bottleneck: {MORE_SERVERS}, shorten sampling.max_tokens, or let batches take the "
+            "groups that finish first (orchestrator.oversampling_factor)"
         )
     elif is_starved:
         deeper = f" (now {level}, staleness reaches {used:.1f})" if level is not None and used is not None else ""

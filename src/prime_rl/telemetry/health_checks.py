@@ -29,6 +29,7 @@ WINDOW = 10
 STARVED = 0.6
 COLLAPSED_KL = 1e-3
 COLLAPSED_REWARD = 0.5
+MORE_SERVERS = "add inference servers (orchestrator.client.base_url; with vLLM also inference.parallel.dp)"
 
 
 class OnceWarner:
@@ -149,8 +150,8 @@ class TrainerHealthChecks:
         if share is None or share < STARVED:
             return None
         return (
-            f"the trainer waits for batches {share:.0%} of the time: add engines (inference.parallel.dp), raise "
-            f"max_async_level (now {self._level}), or shorten orchestrator.sampling.max_tokens"
+            f"the trainer waits for batches {share:.0%} of the time: {MORE_SERVERS}, raise max_async_level (now "
+            f"{self._level}), or shorten orchestrator.sampling.max_tokens"
         )
 
 

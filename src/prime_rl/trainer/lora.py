@@ -207,19 +207,6 @@ def adapter_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) 
 
 
 @torch.no_grad()
-def fill_adapter(model: CausalLM, adapter: Adapter) -> None:
-    """Copy an adapter into a model prepared by `add_lora` with the same spec; `ValueError` for mismatched tensors."""
-    parameters = adapter_tensors(model)
-    if mismatched := sorted(parameters.keys() ^ adapter.tensors.keys()):
-        raise ValueError(f"the adapter does not match model.lora: {mismatched[0]} is in only one of them")
-    for name, parameter in parameters.items():
-        if parameter.shape != adapter.tensors[name].shape:
-            shape = tuple(adapter.tensors[name].shape)
-            raise ValueError(f"the adapter does not match model.lora: {name} has shape {shape}")
-        parameter.copy_(adapter.tensors[name])
-
-
-@torch.no_grad()
 def merged_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Checkpoint tensors with adapters merged into the weights; `whole` as in `adapter_tensors`."""
     named = dict(model.named_parameters())

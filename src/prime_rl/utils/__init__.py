@@ -1,1 +1,1 @@
-"""What several processes share: configuration, logging, clients, tokenizers."""
+"""What several processes share: configuration, logging, clients."""

@@ -38,25 +38,25 @@ def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None, *, c
     logger.remove()
     refresh_secrets()
     logger.configure(extra={"process": process})
-    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     path = log_dir / f"{process}.log" if log.file and log_dir is not None else None
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        if not _knows_failures():
+        if not _has_failure_level():
             logger.level(FAILURE, no=FAILURE_SEVERITY)
     same = path is not None and _is_output(path)
     # diagnose would print the values of variables into tracebacks, secrets included.
     shown = None if same else _is_for_terminal
     if console or same:
-        logger.add(_say, level=level, format=LINE, colorize=colours, filter=shown, diagnose=False)
+        logger.add(_write_line, level=level, format=LINE, colorize=colors, filter=shown, diagnose=False)
     if path is not None and not same:
         file = _LogFile(path.open("a", encoding="utf-8"))
         logger.add(file, level=level, format=LINE, colorize=False, diagnose=False)
     _pass_on_standard_logging()
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     """Write to the current standard output, which a progress bar may replace to print lines above itself."""
     sys.stdout.write(redact(line))
     sys.stdout.flush()
@@ -75,13 +75,13 @@ def find_level(configured: str | None) -> str:
 
 def log_failure(error: BaseException) -> bool:
     """Write a traceback to the log file, not to the terminal; False where no file listens."""
-    if not _knows_failures():
+    if not _has_failure_level():
         return False
     logger.log(FAILURE, "{}", "".join(traceback.format_exception(error)).rstrip())
     return True
 
 
-def _knows_failures() -> bool:
+def _has_failure_level() -> bool:
     try:
         logger.level(FAILURE)
     except ValueError:

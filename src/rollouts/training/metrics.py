@@ -161,11 +161,6 @@ class AttemptSteps:
         later = self._first.get(process, {}).items()
         return any(number > attempt and first <= step for number, first in later)
 
-    def first_abandoned(self, process: Any, attempt: int) -> float:
-        """The first abandoned step of this attempt; infinity if there is none."""
-        later = self._first.get(process, {}).items()
-        return min((first for number, first in later if number > attempt), default=math.inf)
-
 
 class _RowKey(msgspec.Struct):
     """The fields of a row that `AttemptSteps` needs; the rest of the line is not parsed."""

@@ -295,8 +295,8 @@ class Scheduler:
                 if not math.isfinite(logprobs[i]):
                     finished.append((seq, seq.output("error", seq.describe_failure())))
                     break
-                wanted = seq.params.top_logprobs
-                top = tops[i][:wanted] if wanted else None
+                # None, not [], for a row that wants none beside one that does: it has none in other steps.
+                top = tops[i][: seq.params.top_logprobs] or None if tops else None
                 output = seq.append(tokens[i], logprobs[i], top, sampled.supports.get(i))
                 self.num_generated += 1
                 self.num_accepted += i != accepted[0]

@@ -31,7 +31,6 @@ ROWS = ("o_proj", "down_proj")
 """Row-parallel matrices: split by inputs; outputs are summed over ranks."""
 
 VOCABULARY = ("embed_tokens", "lm_head")
-EXPERTS = ("gate_up_proj", "down_proj")
 
 
 def find_split_dim(name: str) -> int | None:

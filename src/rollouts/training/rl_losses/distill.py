@@ -9,7 +9,7 @@ With a reward R of weight c = adv_tau, the minimum is the normalized distributio
 token, topk+tail and full are per-token: they ignore the effect of a token on later ones, which does not change the
 minimum if the student can match the teacher. reward_to_go and sequence have the full gradient.
 
-Sources: reverse KL on a student's own samples, MiniLLM 2306.08543 and GKD 2306.13649 (which has the generalised JSD).
+Sources: reverse KL on a student's own samples, MiniLLM 2306.08543 and GKD 2306.13649 (which has the generalized JSD).
 """
 
 from __future__ import annotations

@@ -27,15 +27,6 @@ class DropReason(StrEnum):
     OVERLONG = "overlong"  # tokens only: the sample is longer than seq_len
 
 
-LEGACY_REASONS = {
-    "prompt failed": DropReason.ALL_FAILED,
-    "engine failed": DropReason.ENGINE_ERROR,
-    "too few rollouts": DropReason.TOO_FEW,
-    "overtaken": DropReason.STALE,
-}
-"""Reasons as older checkpoints store them."""
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of the prompt at `position`: its group's mean reward, or the reason for dropping the group.
@@ -53,9 +44,8 @@ class Outcome:
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Outcome:
-        """The inverse of `to_list`, also for older checkpoints."""
-        position, reward, reason = values
-        return cls(position, reward, None if reason is None else LEGACY_REASONS.get(reason, reason))
+        """The inverse of `to_list`."""
+        return cls(*values)
 
 
 class GroupBuffer:
@@ -183,9 +173,7 @@ class GroupBuffer:
         GroupBuffer.__init__(self)
         self.next_group_index = state["next_group_index"]
         self.num_emitted = state["num_emitted"]
-        self.drops = Counter()
-        for reason, count in state["drops"].items():
-            self.drops[LEGACY_REASONS.get(reason, reason)] += count
+        self.drops = Counter(state["drops"])
         self.rejected_streak = state["rejected_streak"]
         self.returned = {entry["group_index"]: entry["position"] for entry in state["returned"]}
         self._outcomes = {i: Outcome.from_list(values) for i, *values in state["outcomes"]}

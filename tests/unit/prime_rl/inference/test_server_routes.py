@@ -368,6 +368,13 @@ def test_which_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         InferenceConfig.model_validate({"backend": "vllm", "exact": True})
     with pytest.raises(ValueError, match=r"cache.max_tokens = 4096 is for the embedded engine"):
         InferenceConfig.model_validate({"backend": "vllm", "cache": {"max_tokens": 4096}})
+    with pytest.raises(ValueError, match=r"speculation = false is for the embedded engine"):
+        InferenceConfig.model_validate({"backend": "vllm", "speculation": False})
+    with pytest.raises(ValueError, match=r"vLLM's is --vllm.shutdown-timeout"):
+        InferenceConfig.model_validate({"backend": "vllm", "server": {"drain_timeout": 9}})
+    sglang = {"backend": "sglang", "sglang": {"base_url": "http://127.0.0.1:1"}}
+    with pytest.raises(ValueError, match=r"speculation with SGLang: set it on the SGLang server"):
+        InferenceConfig.model_validate({**sglang, "speculation": False})
     int8 = {"quantization": "int8"}
     assert chosen(True, [0], model=int8) == "embedded"
     with pytest.raises(ValueError, match="with exact = true"):

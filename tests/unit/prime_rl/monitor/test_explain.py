@@ -25,7 +25,7 @@ def test_explanations_name_stalls_and_fixes() -> None:
     assert shares["trainer"]["wait_for_batch"] == pytest.approx(0.4)
     assert shares["inference"]["generate"] == pytest.approx(0.9)
     starved = findings_text(explain({}, lanes(4, 9), config))
-    assert "waits for batches 40%" in starved and "add engines" in starved
+    assert "waits for batches 40%" in starved and "add inference servers" in starved
     assert "raise max_async_level" in findings_text(explain({}, lanes(4, 5), config))
     stalled = {
         "orchestrator": {
