@@ -274,7 +274,7 @@ def setup_prime_rl_wandb(
 def log_prime_rl_metrics_to_wandb(
     wandb_run: Any, step: int, rl_tracker: RLMetricsTracker, create_visualizations: bool = True
 ) -> None:
-    """Everything the tracker knows of `step` to a run, and the figures over all its steps if they are asked for.
+    """The metrics of `step` to a run, and on request the figures over all its steps.
 
     An `OfflineWandbRun` gets the figures' data too, and without plotly only that. Raises `ValueError` for an unknown
     step.

@@ -56,7 +56,7 @@ PROMISES = [
     ("003:320", "the summary under the documented names", "unit/prime_rl/monitor/test_monitor_command.py", "test_local_run_is_summed_up_under_the_documented_names"),
     ("003:321", "failed samples", "unit/prime_rl/monitor/test_monitor_command.py", "test_failed_samples_are_the_newest_below_the_threshold"),
     ("003:322", "loss.png, reward.png, optimizer.png", "unit/prime_rl/monitor/test_monitor_command.py", "test_plots_are_png_files"),
-    ("003:350", "/health answers", "unit/prime_rl/inference/test_server.py", "test_models_and_health_tell_the_version"),
+    ("003:350", "/health answers", "unit/prime_rl/inference/test_server.py", "test_models_and_health_report_the_version"),
     ("002:105", "the environment loads as the document does it", NANO, "test_other_commands"),
     ("002:121", "training by default, by file, by options", NANO, "test_training_commands"),
     ("002:130", "torchrun with its --", NANO, "test_two_ranks_by_torchrun"),

@@ -65,7 +65,7 @@ def find_interpreter(python: str) -> Path:
     """The path of `env.python`; raises `ValueError` if it does not exist."""
     if (program := shutil.which(python)) is None:
         raise ValueError(f"env.python: there is no program {python!r}: give the path of an interpreter")
-    # Not resolved: the path of an interpreter is what says which virtual environment it belongs to.
+    # Not resolved: the path of an interpreter determines its virtual environment.
     return Path(program).absolute()
 
 

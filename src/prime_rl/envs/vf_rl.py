@@ -18,7 +18,7 @@ THEIRS = "import sys; sys.argv[0] = 'vf-rl'; from verifiers.scripts.rl import ma
 TRAINER = "scripts.prime_rl_train"
 USAGE = """usage: vf-rl @ FILE.toml
 
-Train a nanochat model as FILE.toml says: runs scripts.prime_rl_train, see docs/nanochat.md.
+Train a nanochat model by FILE.toml: runs scripts.prime_rl_train, see docs/nanochat.md.
 Any other arguments are those of `vf-rl` of the package verifiers-rl, if it is installed.
 """
 

@@ -74,7 +74,7 @@ class ProgramAgent:
                 task = {name: value for name, value in row.items() if name not in HIDDEN_FIELDS}
                 state |= await run_program(self.command, task, _build_environment(url, session.key))
         finally:
-            session.asked.set()
+            session.first_request.set()
             record_session(rollout, session)
         state |= {"reward": session.reward, "conversations": session.conversations}
         if session.error is not None:
@@ -85,7 +85,7 @@ class ProgramAgent:
     async def _end_start(self, session: Session) -> None:
         try:
             with anyio.move_on_after(START_S):
-                await session.asked.wait()
+                await session.first_request.wait()
         finally:
             self._starts.release()
 

@@ -38,7 +38,7 @@ class Session:
 
     def __init__(self, client: Any, model: str, sampling_args: Mapping[str, Any], key: str | None = None) -> None:
         self.key = key or f"session-{secrets.token_urlsafe(24)}"
-        self.asked = asyncio.Event()
+        self.first_request = asyncio.Event()
         """Set by the first request."""
         self.model = model
         self.turns: list[Turn] = []
@@ -69,7 +69,7 @@ class Session:
 
         The same request again draws again, except that a retry of a client that lost the answer gets that answer.
         """
-        self.asked.set()
+        self.first_request.set()
         request.check()
         messages = [normalize_message(message) for message in request.messages]
         body = self._build_body(request)

@@ -131,7 +131,7 @@ class LiveRun:
         return {**build_update(self.run, offset), **findings, **disk, "facts": self.index.facts()}
 
     def _conclusions(self) -> dict[str, Any]:
-        """Run-level findings; recomputed at most 5 % of the time on large runs. Pages are told when they are due."""
+        """Run-level findings; recomputed at most 5 % of the time on large runs. Pages are notified when they are due."""
         now = time.monotonic()
         if now >= self._due:
             self._concluded = self.changes
@@ -154,7 +154,7 @@ class LiveRun:
         while not self.run.path.is_dir():  # the page waits for a run that has not started
             if self._stop.wait(0.5):
                 return
-        size = self._state()  # before the pages are told: they may ask before the next change
+        size = self._state()  # before pages are notified: their requests may come before the next change
         self._catch_up()
         watched = watch(
             self.run.path,
@@ -171,7 +171,7 @@ class LiveRun:
             before, size = size, self._state()
             is_due = self._is_behind and time.monotonic() >= self._due
             if changes or size != before or is_due:
-                self._is_behind = False  # until a page asks too early again
+                self._is_behind = False  # until the next request that comes too early
                 self._catch_up()
 
     def _catch_up(self) -> None:
@@ -194,7 +194,7 @@ class LiveRun:
 
 
 class OpenRuns:
-    """The live runs of a folder that a page has asked for; the least recently used one without a page is closed."""
+    """The live runs of a folder that a page has requested; the least recently used one without a page is closed."""
 
     def __init__(self, runs: LiveRuns) -> None:
         self.runs = runs

@@ -61,7 +61,7 @@ def find_gpus() -> list[int]:
 
 
 def _find_uuid(name: str) -> int | None:
-    """Id of the GPU whose UUID starts like this, as the driver tells; None if there is none."""
+    """Id of the GPU whose UUID starts like this, by the driver's list; None if there is none."""
     for file in DRIVER.glob("gpus/*/information"):
         pairs = (line.partition(":") for line in file.read_text().splitlines())
         facts = {key.strip(): value.strip() for key, _, value in pairs}

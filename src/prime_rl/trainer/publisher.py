@@ -151,7 +151,7 @@ class Publisher:
     def _prune(self, step: int) -> None:
         if (retention := self.retention) is None:
             return
-        oldest = step - retention.max_async_level - 1  # that an engine may be told to load
+        oldest = step - retention.max_async_level - 1  # that an engine may have to load
         if self.deltas is not None:  # it starts from the full weights before
             oldest = max((full for full in complete_steps(self.weights_dir) if full <= oldest), default=0)
         for root in self.run.version_dirs:

@@ -10,7 +10,7 @@ MAX_WINDOW_BYTES = 2**23
 
 
 def supports_zstd() -> bool:
-    """Whether the package is installed: the client is told to compress only then."""
+    """Whether the package is installed: the client compresses only then."""
     return importlib.util.find_spec("zstandard") is not None
 
 

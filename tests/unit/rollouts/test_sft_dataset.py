@@ -29,7 +29,7 @@ def write(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def test_all_formats_say_the_same(tmp_path: Path) -> None:
+def test_all_formats_give_the_same_samples(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("tiny-qwen3")
     name = write(tmp_path / "rows.jsonl", FORMATS)
     samples = load_sft_dataset(name, tokenizer=tokenizer)

@@ -19,7 +19,7 @@ MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, MAX_ROWS)
 BETWEEN = np.stack([np.interp(range(MAX_ROWS + 1), MEASURED_ROWS, each) for each in np.eye(len(MEASURED_ROWS))], 1)
 """Weights `[rows, measured]` of linear interpolation."""
 NEAR = 0.5 ** abs(BETWEEN @ np.arange(len(MEASURED_ROWS)) - np.arange(len(MEASURED_ROWS))[:, None]).T
-"""How much the time of a step tells about other rows `[rows, measured]`."""
+"""Weight of the time of a step for other numbers of rows `[rows, measured]`."""
 MEASUREMENTS = 5
 MIN_MEASURED_BYTES = 1 << 24
 """A smaller output head stays in the CPU's cache, other than the weights of a step."""

@@ -296,7 +296,7 @@ def test_equal_prompts_with_other_wishes_are_computed_again() -> None:
     assert scored.prompt_logprobs.logprobs == only_scored.prompt_logprobs.logprobs
 
 
-def test_a_seed_draws_the_same_alone_and_in_a_crowd() -> None:
+def test_a_seed_draws_the_same_alone_and_in_a_batch() -> None:
     rng = random.Random(3)
     requests = [request(rng.choices(range(256), k=rng.randint(1, 60)), max_tokens=20, seed=i) for i in range(12)]
     requests.append(request([1, 2, 3], seed=4, top_p=0.7, top_k=20, min_p=0.01, repetition_penalty=1.2, min_tokens=3))

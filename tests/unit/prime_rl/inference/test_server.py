@@ -205,7 +205,7 @@ def test_tokens_in_are_the_prompt(server: RunningServer) -> None:
     assert server.post("/tokenize", {"prompt": "hé"}).json()["tokens"] == [104, 195, 169]
 
 
-def test_models_and_health_tell_the_version(server: RunningServer) -> None:
+def test_models_and_health_report_the_version(server: RunningServer) -> None:
     with OpenAI(base_url=f"{server.root}/v1", api_key="none", http_client=httpx.Client(trust_env=False)) as client:
         (card,) = client.models.list().data
     assert (card.id, card.model_extra and card.model_extra["max_model_len"]) == ("tiny-qwen3", 2048)

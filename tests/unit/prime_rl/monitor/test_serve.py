@@ -116,7 +116,7 @@ def test_a_start_while_the_pages_are_told_is_noticed(tmp_path: Path) -> None:
     assert told[0] == "waiting"
 
 
-def test_pages_are_told_when_findings_are_due(tmp_path: Path) -> None:
+def test_pages_are_notified_of_findings(tmp_path: Path) -> None:
     run_dir = write_page_run(tmp_path / "run", num_steps=2)
     live = LiveRun(open_run(run_dir))
     live.start()
