@@ -131,7 +131,7 @@ class LiveRun:
         return {**build_update(self.run, offset), **findings, **disk, "facts": self.index.facts()}
 
     def _conclusions(self) -> dict[str, Any]:
-        """Run-level findings; recomputed at most 5 % of the time on large runs. Pages are notified when they are due."""
+        """Findings of the run, recomputed at most 5 % of the time. Pages are notified when they are due."""
         now = time.monotonic()
         if now >= self._due:
             self._concluded = self.changes
