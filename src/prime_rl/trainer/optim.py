@@ -22,6 +22,9 @@ from rollouts.training.backends.muon import Muon
 
 Schedule = Callable[[int], float]
 
+FREQUENCIES = "inv_freq"
+"""End of the names of the buffers of rotary embeddings in transformers' models."""
+
 
 def build_optimizer(
     config: OptimConfig, parameters: Mapping[str, Tensor], critic_lr: float | None = None
@@ -108,7 +111,12 @@ class MasterWeights:
             for name, p in model.named_parameters()
             if p.requires_grad
         }
+        # Engines keep rotary frequencies in fp32: rounded, they would turn late positions by whole radians.
+        frequencies = {name: b for name, b in model.named_buffers() if name.endswith(FREQUENCIES)}
         model.to(dtype).to(arithmetic or dtype)
+        for name, buffer in frequencies.items():
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, buffer)
         self._dtype = dtype
         self._pairs = [(p, self.by_name[name]) for name, p in model.named_parameters() if p.requires_grad]
         for parameter, master in self._pairs:

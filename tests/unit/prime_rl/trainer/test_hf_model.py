@@ -139,6 +139,28 @@ def test_the_padding_embedding_is_trained_by_the_native_decoder_only(tmp_path: P
     torch.testing.assert_close(native[[0, 2, 3]], theirs[[0, 2, 3]], atol=1e-5, rtol=1e-4)
 
 
+def test_narrow_weights_keep_rotary_frequencies(tmp_path: Path) -> None:
+    """Rounded to bf16, a frequency near 0.75 is off by up to 0.002, and a position of 1,500 by 3 radians."""
+    import transformers
+
+    options = SHAPE | {"hidden_size": 256, "num_key_value_heads": 4, "max_position_embeddings": 2048}
+    torch.manual_seed(0)
+    source = transformers.MistralForCausalLM(transformers.MistralConfig(**options, sliding_window=None))
+    with torch.no_grad():
+        for parameter in source.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.12)  # attention that depends on positions
+    source.save_pretrained(tmp_path / "base")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    ids = torch.randint(3, 320, (1600,))
+    expected = compute_their_logits(reference, [ids]).float().log_softmax(-1)
+    model = build_backend(make_config(tmp_path / "base", tmp_path, dtype="bfloat16", seq_len=1600)).model
+    assert torch.equal(model.get_buffer("model.rotary_emb.inv_freq"), reference.model.rotary_emb.inv_freq)
+    logprobs = compute_logits(model, [ids]).float().log_softmax(-1)
+    errors = (logprobs - expected)[:-1].gather(-1, ids[1:, None]).abs().squeeze(-1)
+    assert errors[1400:].mean() < 2 * errors[:200].mean(), "late positions are as close as early ones"
+
+
 def test_auto_selects_native_decoder_if_supported(tmp_path: Path) -> None:
     for family, impl in (("qwen2", "custom"), ("mistral", "hf")):
         base = save_model(family, tmp_path)
