@@ -180,6 +180,7 @@ def compute_table(
         model.lm_head.weight,
         temperature[padded],
         _pad_ids(ids, padded),
+        cap=model.config.logit_cap,
         rounded=model.rounds_inputs,
     )
     return table[: len(rows)]

@@ -196,5 +196,6 @@ def _compute_many(
     model: CausalLM, hidden: Float[Tensor, "tokens hidden"], targets: Tensor
 ) -> Float[Tensor, "tokens targets"]:
     """Log-probs of several targets per row; 0 for the target -1."""
-    table = compute_head_table(hidden, model.lm_head.weight, torch.ones(len(hidden), dtype=hidden.dtype))
+    temperature = torch.ones(len(hidden), dtype=hidden.dtype)
+    table = compute_head_table(hidden, model.lm_head.weight, temperature, cap=model.config.logit_cap)
     return table.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)

@@ -20,6 +20,7 @@ from rollouts.training.rl_losses import (
     compute_coverage,
     compute_divergence,
     compute_fixed_point,
+    compute_head_logprobs,
     compute_head_table,
     compute_sequence_kl_advantages,
     policy_loss,
@@ -204,6 +205,17 @@ def test_head_tables_do_not_depend_on_chunks() -> None:
     assert torch.allclose(compute_head_table(hidden, weight, temperature), plain)
     with pytest.raises(ValueError, match="leave no others"):
         compute_head_table(hidden, weight, temperature, torch.arange(11).expand(24, 11))
+
+
+def test_head_tables_have_the_logit_cap_of_logprobs() -> None:
+    hidden, weight, labels = drawn(6, 8, scale=9.0), drawn(11, 8, seed=1), torch.arange(6)
+    temperature = torch.linspace(0.5, 2.0, 6, dtype=torch.float64)
+    for per_chunk in (1 << 20, 22):
+        expected, _ = compute_head_logprobs(hidden, weight, labels, temperature, cap=15.0)
+        table = compute_head_table(hidden, weight, temperature, None, per_chunk, 15.0)
+        assert torch.allclose(table.gather(1, labels[:, None])[:, 0], expected)
+        some = compute_head_table(hidden, weight, temperature, labels[:, None], per_chunk, 15.0)
+        assert torch.allclose(some[:, 0], expected) and torch.allclose(some.exp().sum(-1), torch.ones_like(expected))
 
 
 # estimators: exact expectations over every response of a two-token language -------------------------------------------

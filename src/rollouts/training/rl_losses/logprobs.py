@@ -117,13 +117,14 @@ def compute_head_table(
     temperature: Float[Tensor, " tokens"],
     ids: Int[Tensor, "tokens k"] | None = None,
     logits_per_chunk: int | None = None,
+    cap: float | None = None,
     *,
     rounded: bool = False,
 ) -> Float[Tensor, "tokens outcomes"]:
     """Log-probs of `hidden @ weight.T` over the vocabulary, with a gradient; in chunks, recomputed for the backward.
 
     With `ids`, over k + 1 outcomes: these tokens, then the sum of all others. The ids of a token must be distinct and
-    fewer than the vocabulary. `rounded` as for `compute_head_logprobs`.
+    fewer than the vocabulary. `cap` and `rounded` as for `compute_head_logprobs`.
     """
     if ids is not None and ids.shape[-1] >= weight.shape[0]:
         raise ValueError(f"{ids.shape[-1]} outcomes of {weight.shape[0]} tokens leave no others: omit ids")
@@ -131,16 +132,18 @@ def compute_head_table(
     rows = zip(*(x.tensor_split(num) for x in (hidden, temperature)), strict=True)
     chosen = [None] * num if ids is None else ids.tensor_split(num)
     parts = [
-        _table(h, weight, t, i, rounded)
+        _table(h, weight, t, i, cap, rounded)
         if num == 1
-        else checkpoint(_table, h, weight, t, i, rounded, use_reentrant=False, preserve_rng_state=False)
+        else checkpoint(_table, h, weight, t, i, cap, rounded, use_reentrant=False, preserve_rng_state=False)
         for (h, t), i in zip(rows, chosen, strict=True)
     ]
     return torch.cat(parts)
 
 
-def _table(hidden: Tensor, weight: Tensor, temperature: Tensor, ids: Tensor | None, rounded: bool) -> Tensor:
-    table = _log_softmax(linear(hidden, weight, rounded=rounded), temperature)
+def _table(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, ids: Tensor | None, cap: float | None, rounded: bool
+) -> Tensor:
+    table = _log_softmax(linear(hidden, weight, rounded=rounded), temperature, cap)
     if ids is None:
         return table
     # log(1 - sum) would lose all precision where the others have little mass.

@@ -522,6 +522,19 @@ def test_equal_student_and_teacher_give_zero_gradient(backend: Backend, estimato
         wrong.validate()
 
 
+def test_student_table_has_the_logit_cap_of_logprobs(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.model, "config", replace(backend.model.config, logit_cap=0.1))
+    tokens = [7 * t % 320 for t in range(12)]
+    sample = Sample(prompt="", tokens=tokens, loss_mask=[0.0, *[1.0] * 11], inference_logprobs=[-5.0] * 12)
+    sample.advantages, sample.teacher_logprobs = [0.0] * 12, [-5.0] * 12
+    sample.teacher_table = own_table(backend, sample, None, 1.0)
+    [[micro]] = pack_samples([sample], 48, 1)
+    inputs = backend.compute_inputs(micro.to_tensors())
+    table = inputs.student_table
+    assert table is not None
+    assert torch.allclose(table[range(11), tokens[1:]], inputs.trainer_logprobs, atol=1e-6)
+
+
 def test_batch_with_wrong_teacher_table_raises() -> None:
     sample = Sample(prompt="", tokens=[1, 2], loss_mask=[0, 1.0], inference_logprobs=[0, -1], advantages=[0, 1])
     sample.teacher_logprobs = [0.0, -1.0]

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -136,3 +137,16 @@ def test_packs_at_the_same_time_have_the_bits_of_one(trainer: AdapterTrainer) ->
     hook.remove()
     for p, logprobs in zip(passes, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(p._logprobs, logprobs, strict=True))
+
+
+def test_one_and_several_targets_have_the_same_logit_cap(trainer: AdapterTrainer) -> None:
+    trainer.model.config = replace(trainer.model.config, logit_cap=0.1)
+    [name, *_] = create(trainer)
+    targets = np.arange(40)
+    found = []
+    for shape in ((40,), (40, 1)):
+        datum = Datum(list(range(40)), {"target_tokens": targets.reshape(shape)})
+        running = trainer.start_pass(name, PassRequest("m", 1, [datum], "cross_entropy", {}, True))
+        trainer.advance([running])
+        found.append(running.result.logprobs[0].flatten())
+    assert torch.allclose(*found, atol=1e-6)
