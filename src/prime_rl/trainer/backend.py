@@ -50,6 +50,7 @@ from prime_rl.trainer.parallel_dims import Mesh, build_mesh, init_process_group
 from prime_rl.trainer.sharded_checkpoint import ShardMap, ShardSlices, gather_full_tensors, gather_shard_map
 from prime_rl.transport.canary import Canary, build_canary, canary_prompts
 from rollouts.training.backends.fsdp import shard_units
+from rollouts.training.backends.muon import find_embeddings
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep, StepReport
 from rollouts.training.batching import UNITS, MicroBatch, TensorBatch, build_filler
@@ -390,7 +391,12 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         config.max_concurrent_micro_batches, config.model, placement, model, ranks.size
     )
     stepper = OptimizerStep(
-        build_optimizer(config.optim, parameters, None if critic_config is None else critic_config.lr),
+        build_optimizer(
+            config.optim,
+            parameters,
+            None if critic_config is None else critic_config.lr,
+            find_embeddings(model, model.lm_head),
+        ),
         schedule=build_schedule(config.scheduler, config.optim.lr, config.max_steps),
         max_norm=config.optim.max_norm,
         after_step=after_step,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,11 +27,14 @@ FREQUENCIES = "inv_freq"
 
 
 def build_optimizer(
-    config: OptimConfig, parameters: Mapping[str, Tensor], critic_lr: float | None = None
+    config: OptimConfig,
+    parameters: Mapping[str, Tensor],
+    critic_lr: float | None = None,
+    embeddings: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """Build AdamW, SGD or Muon over named `parameters`, with the fused implementation where torch supports it.
 
-    `critic_lr` is the learning rate of the critic's parameters, by default that of all.
+    `critic_lr` is the learning rate of the critic's parameters, by default that of all; `embeddings` as for `Muon`.
     """
     policy = without_critic(parameters)
     groups = group_by_mesh(policy.values())
@@ -40,7 +43,8 @@ def build_optimizer(
     if isinstance(config, MuonConfig):
         matrices = {"momentum": config.momentum, "nesterov": config.nesterov, "adjust_lr": config.adjust_lr}
         shared = {"lr": config.lr, "weight_decay": config.weight_decay}
-        return Muon(parameters, muon=matrices | shared, adamw={"betas": (config.betas1, config.betas2), **shared})
+        adamw = {"betas": (config.betas1, config.betas2), **shared}
+        return Muon(parameters, muon=matrices | shared, adamw=adamw, embeddings=embeddings)
     if isinstance(config, AdamConfig):
         return torch.optim.AdamW(
             groups,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import MuonConfig, TrainConfig
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.rl.train import train
@@ -58,6 +59,29 @@ def test_non_matrices_use_adamw() -> None:
     grads = {"lr": 0.1, "betas": (0.9, 0.999), "weight_decay": 0.01, "fused": True}
     run_steps(torch.optim.AdamW(theirs, **grads), [*theirs, torch.zeros(8, 8)])
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "embeddings"),
+    [("GPTNeoX", {"gpt_neox.embed_in", "lm_head"}), ("GPT2", {"transformer.wte", "transformer.wpe"})],
+)
+def test_embeddings_of_any_name_use_adamw(family: str, embeddings: set[str], tmp_path: Path) -> None:
+    import transformers
+
+    shape = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{family}Config")(**shape)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    for dtype in ("float32", "bfloat16"):
+        values = {
+            "model": {"name": str(tmp_path / "base"), "seq_len": 32, "dtype": dtype},
+            "optim": {"type": "muon", "lr": 1e-2},
+            "output_dir": tmp_path,
+        }
+        backend = build_backend(TrainConfig.model_validate(values))
+        matrices, rest = backend.stepper.optimizer.param_groups
+        names = {id(p): name.removesuffix(".weight") for name, p in backend.parameters.items()}
+        assert embeddings == {names[id(p)] for p in rest["params"] if p.ndim > 1}
+        assert len(matrices["params"]) == 4
 
 
 def test_an_update_is_as_large_as_adamws() -> None:

@@ -7,15 +7,15 @@ update. With sharded parameters each rank gathers a matrix's update, orthogonali
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 NOT_MATRICES = ("embed_tokens", "wte", "lm_head")
-"""Embeddings and head: 2-D, but each row is the vector of one token."""
+"""Usual names of embeddings and head: 2-D, but each row is the vector of one token."""
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -112,11 +112,22 @@ class JoinedOptimizer(torch.optim.Optimizer):
 
 
 class Muon(JoinedOptimizer):
-    """Muon for the matrices among `parameters`, AdamW for embeddings, head, norms and biases."""
+    """Muon for the matrices among `parameters`, AdamW for embeddings, head, norms and biases.
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, muon: dict[str, Any], adamw: dict[str, Any]) -> None:
-        matrices = [p for name, p in parameters.items() if is_matrix(name, p)]
-        rest = [p for name, p in parameters.items() if not is_matrix(name, p)]
+    `embeddings`: names of embeddings and head, see `find_embeddings`; without them the usual names are recognized.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        muon: dict[str, Any],
+        adamw: dict[str, Any],
+        embeddings: Collection[str] = (),
+    ) -> None:
+        chosen = {name for name, p in parameters.items() if is_matrix(name, p) and name not in embeddings}
+        matrices = [p for name, p in parameters.items() if name in chosen]
+        rest = [p for name, p in parameters.items() if name not in chosen]
         parts: list[torch.optim.Optimizer] = []
         if matrices:
             parts.append(MatrixMuon(matrices, muon))
@@ -125,6 +136,13 @@ class Muon(JoinedOptimizer):
         super().__init__(parts)
 
 
+def find_embeddings(model: nn.Module, head: nn.Module | None) -> set[str]:
+    """Names of the parameters of all embeddings (of tokens and of positions) and of the output `head`, if any."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    found = {id(p) for module in (*modules, *([head] if head is not None else [])) for p in module.parameters()}
+    return {name for name, p in model.named_parameters() if id(p) in found}
+
+
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon updates this parameter."""
+    """Whether Muon updates this parameter, judged by its shape and name."""
     return parameter.ndim >= 2 and not any(part in NOT_MATRICES for part in name.split("."))
