@@ -46,6 +46,8 @@ class PreTokenizer:
     nfc: bool = False
     ignore_merges: bool = False
     """Whether a word in the vocabulary is a token, whatever the merges."""
+    adds_bos: bool = False
+    """Whether texts start with the begin token in llama.cpp if the file does not specify it."""
 
 
 PRE_TOKENIZERS = {
@@ -53,7 +55,7 @@ PRE_TOKENIZERS = {
     "smollm": PreTokenizer(separate_digits=True),
     "qwen2": PreTokenizer(QWEN_SPLIT, nfc=True),
     "deepseek-r1-qwen": PreTokenizer(QWEN_SPLIT),
-    "llama-bpe": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True),
+    "llama-bpe": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, adds_bos=True),
 }
 
 
@@ -141,8 +143,10 @@ def _add_template(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[s
     from tokenizers import processors
 
     is_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
+    pre = None if is_sentencepiece else PRE_TOKENIZERS[metadata.get("tokenizer.ggml.pre", "gpt-2")]
+    adds_bos = pre is None or (pre.adds_bos and "tokenizer.ggml.bos_token_id" in metadata)
     before, after = [], []
-    if metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece):
+    if metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
         before = [tokens[metadata["tokenizer.ggml.bos_token_id"]]]
     if metadata.get("tokenizer.ggml.add_eos_token", False):
         after = [tokens[metadata["tokenizer.ggml.eos_token_id"]]]

@@ -15,7 +15,7 @@ from gguf_models import CORPUS, save_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from prime_rl.pretrained.gguf_architectures import (
@@ -198,6 +198,19 @@ def test_token_ids_survive_the_round_trip(pre: str, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi <|im_end|> there"}]
     assert before.apply_chat_template(chat) == after.apply_chat_template(chat)
     assert (before.eos_token_id, before.pad_token_id) == (after.eos_token_id, after.pad_token_id)
+
+
+@pytest.mark.parametrize("pre", list(PRE_TOKENIZERS))
+@pytest.mark.parametrize("given", [None, False, True])
+def test_begin_token_by_default_is_that_of_llama_cpp(given: bool | None, pre: str) -> None:
+    """llama.cpp (llama-vocab.cpp) sets add_bos for llama-bpe, as it does for SentencePiece."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    values = {"model": "gpt2", "pre": pre, "tokens": [*alphabet, "<s>"], "merges": [], "bos_token_id": len(alphabet)}
+    values |= {} if given is None else {"add_bos_token": given}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    tokens = Tokenizer.from_str(build_tokenizer_files(metadata, 64)["tokenizer.json"]).encode("ab").tokens
+    expected = pre == "llama-bpe" if given is None else given
+    assert tokens == (["<s>", "a", "b"] if expected else ["a", "b"])
 
 
 @pytest.mark.parametrize(("ends", "expected"), [([397, 398], [397, 398]), (398, [397, 398]), (397, [397])])
