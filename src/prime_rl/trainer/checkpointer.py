@@ -38,18 +38,22 @@ class Checkpointer:
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
         """Save the training state and prune older checkpoints (collective)."""
         assert self.config is not None, "a checkpoint is due"
-        backend, keep = self.backend, self.config.keep
-        save_checkpoint(
-            self.root,
-            step,
-            backend.parameters,
-            backend.stepper,
-            progress,
-            backend.ranks,
-            backend.shard_map,
-            average=None if backend.average is None else backend.average.by_name,
-        )
-        backend.ranks.run_on_rank0(lambda: prune_commits(self.root, keep, self.parts))
+        keep = self.config.keep
+        _save(self.root, step, self.backend, progress)
+        self.backend.ranks.run_on_rank0(lambda: prune_commits(self.root, keep, self.parts))
+
+
+def _save(root: Path, step: int, backend: Backend, progress: Mapping[str, Any]) -> None:
+    save_checkpoint(
+        root,
+        step,
+        backend.parameters,
+        backend.stepper,
+        progress,
+        backend.ranks,
+        backend.shard_map,
+        average=None if backend.average is None else backend.average.by_name,
+    )
 
 
 def reject_or_archive_earlier_run(
@@ -76,7 +80,7 @@ def resume(
     """Load the configured checkpoint, if any; returns the saved progress and the first step.
 
     Rank 0 selects the step, because other ranks may see an older state of a shared file system. Later steps are moved
-    to `attempts/N`.
+    to `attempts/N`; of a new stage (`skip_progress`) all steps, after its start is saved as checkpoint 0.
     """
     run, ranks, ckpt = RunDir(config.output_dir), backend.ranks, config.ckpt
     chosen: list[int | None] = []
@@ -108,7 +112,11 @@ def resume(
     skipped = [name for name in SKIPS if getattr(ckpt, f"skip_{name}")]
     without = f" without its {', '.join(skipped)}" if skipped else ""
     logger.info(f"Resuming after step {step}{without}")
-    first_step = 1 if ckpt is not None and ckpt.skip_progress else step + 1
-    last = {run.weights: first_step - 1, run.average: first_step - 1, run.checkpoints: step}
+    starts_stage = ckpt is not None and ckpt.skip_progress
+    first_step = 1 if starts_stage else step + 1
+    if starts_stage:
+        # Steps of the stage before have higher numbers: `ckpt.keep` would keep them instead, and --resume choose them.
+        _save(run.checkpoints, 0, backend, progress)
+    last = dict.fromkeys((run.weights, run.average, run.checkpoints), first_step - 1)
     ranks.run_on_rank0(lambda: run.archive_steps(last, PART))
     return progress, first_step

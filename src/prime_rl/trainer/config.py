@@ -122,7 +122,7 @@ class CkptConfig(BaseConfig):
     """Do not restore the data position (sft)."""
 
     skip_progress: bool = False
-    """Reset step, schedule and totals (sft): start a new training stage from the checkpoint."""
+    """Reset step, schedule and totals (sft): start a new training stage from the checkpoint, as checkpoint 0."""
 
     @model_validator(mode="after")
     def _check_skips_have_resume_step(self) -> CkptConfig:

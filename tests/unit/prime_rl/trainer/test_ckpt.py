@@ -14,6 +14,7 @@ import torch
 from prime_rl.launcher.output_dir import quarantine_corrupt_checkpoints
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.backend import build_backend
+from prime_rl.trainer.checkpointer import Checkpointer
 from prime_rl.trainer.ckpt import (
     is_checkpoint_due,
     load_checkpoint,
@@ -267,6 +268,37 @@ def test_skip_options_on_resume(tmp_path: Path) -> None:
     assert again["batch/tokens"] == first_batch["batch/tokens"] and again["loss/mean"] < first_batch["loss/mean"]
     stage = rows("progress", start=1, skip_progress=True)[0]
     assert stage["progress/total_tokens"] == stage["batch/tokens"] < straight[0]["progress/total_tokens"]
+
+
+@pytest.mark.parametrize("skip_optimizer", [False, True])
+def test_a_new_stage_is_kept_and_resumed_by_itself(skip_optimizer: bool, tmp_path: Path) -> None:
+    """Its steps have lower numbers than those of the stage before, of which nothing is lost."""
+    out, straight = tmp_path / "run", tmp_path / "straight"
+    changes: dict[str, Any] = {"optim": {"lr": 1e-2}, "max_steps": 4}
+    ckpt = {"interval": 2, "keep": 1}
+    skips = {"resume_step": 6, "skip_progress": True, "skip_optimizer": skip_optimizer}
+    train_sft(sft_config(out, ckpt=ckpt, optim={"lr": 1e-2}))
+    files = {path.relative_to(out): path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()}
+    shutil.copytree(out, straight)
+    shutil.copytree(out, tmp_path / "crashed")
+    train_sft(sft_config(straight, ckpt={**ckpt, **skips}, **changes))
+    assert complete_steps(straight / "checkpoints", ("trainer",)) == [4]
+    assert all((straight / "attempts" / "1" / name).read_bytes() == content for name, content in files.items())
+
+    out = tmp_path / "crashed"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Checkpointer, "save", interrupt)
+        train_sft(sft_config(out, ckpt={**ckpt, **skips}, **changes))
+    assert complete_steps(out / "checkpoints", ("trainer",)) == [0]
+    assert all((out / "attempts" / "1" / name).read_bytes() == content for name, content in files.items())
+    train_sft(sft_config(out, ckpt={**ckpt, "resume_step": -1}, **changes))
+    assert read_manifest(out / "weights" / "step_4") == read_manifest(straight / "weights" / "step_4")
+    train_sft(sft_config(out, ckpt={**ckpt, "resume_step": -1}, optim={"lr": 1e-2}))
+    assert complete_steps(out / "checkpoints", ("trainer",)) == [6], "the new stage, from its step 4"
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_invalid_skips_are_rejected() -> None:
