@@ -13,6 +13,7 @@ from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import (
     complete_steps,
+    is_due,
     latest_step,
     prune_commits,
     publish_dir,
@@ -35,9 +36,7 @@ class CheckpointStore:
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is saved: every `interval` steps, and after the last."""
-        if self.config is None:
-            return False
-        return step == self.max_steps or (self.config.interval is not None and step % self.config.interval == 0)
+        return self.config is not None and is_due(step, self.config.interval, self.max_steps)
 
     def save(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
         """Publish the orchestrator half of checkpoint `step` if due; keep the `keep` newest complete checkpoints."""

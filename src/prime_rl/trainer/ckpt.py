@@ -33,6 +33,7 @@ from rollouts.training.steps import (
     begin_dir,
     commit_dir,
     is_complete,
+    is_due,
     publish_dir,
     step_path,
     temporary_path,
@@ -173,9 +174,7 @@ def _select_progress(progress: dict[str, Any], config: CkptConfig) -> dict[str, 
 
 def is_checkpoint_due(step: int, config: CkptConfig | None, max_steps: int | None) -> bool:
     """Whether to save a checkpoint after this step: every `interval` steps and after the last."""
-    if config is None:
-        return False
-    return step == max_steps or (config.interval is not None and step % config.interval == 0)
+    return config is not None and is_due(step, config.interval, max_steps)
 
 
 def _optimizer_tensors(

@@ -19,7 +19,7 @@ from prime_rl.transport.broadcast import WeightSender, announce, is_taken
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.deltas import DeltaPublisher
 from prime_rl.transport.file_watch import wait_for_blocking
-from rollouts.training.steps import complete_steps, prune_steps, step_path
+from rollouts.training.steps import complete_steps, is_due, prune_steps, step_path
 
 MAX_SHUTDOWN_WAIT_S = 3600.0
 WAIT_LOG_INTERVAL_S = 30.0
@@ -36,7 +36,7 @@ class Retention:
 
     def is_permanent(self, step: int) -> bool:
         """Whether the version is a file even if engines receive it from memory."""
-        return step == self.max_steps or (self.interval is not None and step % self.interval == 0)
+        return is_due(step, self.interval, self.max_steps)
 
 
 @dataclass

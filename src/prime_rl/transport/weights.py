@@ -23,7 +23,7 @@ from rollouts.training.manifests import (
     read_manifest,
     write_manifest,
 )
-from rollouts.training.steps import prune_steps, publish_step
+from rollouts.training.steps import is_due, prune_steps, publish_step
 from rollouts.training.tensor_files import save_tensors
 
 if TYPE_CHECKING:
@@ -211,9 +211,6 @@ def prune_weights(
     return prune_steps(
         root,
         lambda step: (
-            step >= latest - window
-            or step in (final, start)
-            or step < start - window
-            or (ckpt_interval is not None and step % ckpt_interval == 0)
+            step >= latest - window or is_due(step, ckpt_interval, final) or step == start or step < start - window
         ),
     )

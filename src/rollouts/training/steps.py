@@ -53,6 +53,11 @@ def latest_step(root: Path, parts: Collection[str] = ()) -> int | None:
     return steps[-1] if steps else None
 
 
+def is_due(step: int, interval: int | None, last: int | None) -> bool:
+    """Whether something is due after this step: every `interval` steps (None: never), and after the last one."""
+    return step == last or (interval is not None and step % interval == 0)
+
+
 def publish_step(root: Path, step: int, write: Callable[[Path], None]) -> Path:
     """Write a temporary directory with `write(dir)`, then rename it to `root/step_N`.
 

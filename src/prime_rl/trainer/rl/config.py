@@ -200,7 +200,7 @@ class LossConfig(BaseConfig):
     """Importance ratio: per token, or per sequence as the mean (geometric, arithmetic) or product of token ratios."""
 
     delta: float | None = _from_preset("ratio_cap", gt=0)
-    """Cap on the importance ratio (aipo, opo, rloo, maxrl, sdpo, opsd)."""
+    """Cap on the importance ratio (aipo, opo, rloo, maxrl; sdpo and opsd where adv_tau or inference_kl_coef is set)."""
 
     clip_low: float | None = _from_preset("clip_low", ge=0, le=1)
     """Lower clip range: 1 - clip_low (grpo, gspo, luspo, cispo, ppo, dapo, dr_grpo, sdpg)."""

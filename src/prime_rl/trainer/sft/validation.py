@@ -10,6 +10,7 @@ from loguru import logger
 
 from prime_rl.trainer.config import SFTValConfig
 from rollouts.training.rl_losses import nll_loss
+from rollouts.training.steps import is_due
 from rollouts.training.types import Sample
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def is_val_due(step: int, val: SFTValConfig | None, max_steps: int | None) -> bool:
     """Whether to evaluate the held-out samples after this step."""
-    return val is not None and (step % val.interval == 0 or step == max_steps)
+    return val is not None and is_due(step, val.interval, max_steps)
 
 
 def run_validation(run: TrainerRun, seq_len: int, samples: Sequence[Sample], step: int) -> None:
