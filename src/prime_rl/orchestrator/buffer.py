@@ -46,6 +46,10 @@ class EnvCursor:
     num_drawn: int = 0
     pools: dict[PromptPool, dict[int, None]] = field(default_factory=lambda: {pool: {} for pool in PromptPool})
     """Rows of every pool, as ordered sets."""
+    num_offered: Counter[str] = field(default_factory=Counter)
+    """Draws by pool while it had rows."""
+    num_pool_drawn: Counter[str] = field(default_factory=Counter)
+    """Draws by pool from it."""
     _order: tuple[int, list[int]] | None = None
 
     @property
@@ -76,8 +80,17 @@ class EnvCursor:
             self.pools[pool][row] = None
         return True
 
+    def due_pool(self, shares: Mapping[PromptPool, float]) -> PromptPool | None:
+        """The pool that lacks most draws of its share, if it lacks one. Draws while it is empty do not count."""
+        filled = [pool for pool in shares if self.pools[pool]]
+        self.num_offered.update(filled)
+        missing = {pool: shares[pool] * self.num_offered[pool] - self.num_pool_drawn[pool] for pool in filled}
+        pool = max(filled, key=missing.__getitem__, default=None)
+        return pool if pool is not None and missing[pool] >= 1 else None
+
     def rotate_pool(self, pool: PromptPool) -> int:
         """Return the oldest row of a pool and move it to the end."""
+        self.num_pool_drawn[pool] += 1
         row = next(iter(self.pools[pool]))
         del self.pools[pool][row]
         self.pools[pool][row] = None
@@ -86,6 +99,10 @@ class EnvCursor:
     def pool_rows(self) -> dict[str, list[int]]:
         """The rows of every pool, JSON-ready."""
         return {str(pool): list(rows) for pool, rows in self.pools.items()}
+
+    def pool_draws(self) -> dict[str, list[int]]:
+        """Draws of every pool with a share, while it had rows and from it, JSON-ready."""
+        return {str(pool): [num, self.num_pool_drawn[pool]] for pool, num in sorted(self.num_offered.items())}
 
     def is_skipped(self, row: int) -> bool:
         """Whether a row is in a pool and not drawn in normal order."""
@@ -180,7 +197,7 @@ class PromptBuffer:
         return {
             "seed": self.seed,
             "fingerprint": self.fingerprint,
-            "envs": [[env.name, env.cursor, env.num_drawn, env.pool_rows()] for env in self.envs],
+            "envs": [[env.name, env.cursor, env.num_drawn, env.pool_rows(), env.pool_draws()] for env in self.envs],
             "strikes": sorted([position, count] for position, count in self._num_failures.items() if count),
             "rewards": sorted(self._rewards.items()),
         }
@@ -194,8 +211,11 @@ class PromptBuffer:
                 "arguments and order"
             )
         self.seed = state["seed"]
-        for env, (_, cursor, num_drawn, pools) in zip(self.envs, state["envs"], strict=True):
+        for env, (_, cursor, num_drawn, pools, *draws) in zip(self.envs, state["envs"], strict=True):
             env.cursor, env.num_drawn = cursor, num_drawn
+            counts = draws[0] if draws else {}  # states of earlier versions have none: shares count from here on
+            env.num_offered = Counter({pool: offered for pool, (offered, _) in counts.items()})
+            env.num_pool_drawn = Counter({pool: drawn for pool, (_, drawn) in counts.items()})
             env.pools = {PromptPool(pool): dict.fromkeys(rows) for pool, rows in pools.items()}
         self._num_failures = Counter(dict(state["strikes"]))
         self._rewards = dict(state["rewards"])
@@ -211,10 +231,9 @@ class PromptBuffer:
         return digest.hexdigest()
 
     def _draw_row(self, env: EnvCursor) -> int:
-        for pool, share in ((PromptPool.EASY, self.config.easy_fraction), (PromptPool.HARD, self.config.hard_fraction)):
-            # The k-th draw of a pool comes when `share` of all draws makes k whole.
-            if env.pools[pool] and int((env.num_drawn + 1) * share) > int(env.num_drawn * share):
-                return env.rotate_pool(pool)
+        shares = {PromptPool.EASY: self.config.easy_fraction, PromptPool.HARD: self.config.hard_fraction}
+        if (pool := env.due_pool(shares)) is not None:
+            return env.rotate_pool(pool)
         if sum(map(len, env.pools.values())) == len(env.rows):
             logger.warning(f"All prompts of environment {env.name!r} are in the easy or hard pool: emptied the pools")
             env.pools |= {PromptPool.EASY: {}, PromptPool.HARD: {}}

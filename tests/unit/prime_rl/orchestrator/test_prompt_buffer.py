@@ -132,6 +132,28 @@ def test_pool_fraction_is_drawn_and_pool_is_left() -> None:
     assert buffer.take_metrics()["pool/normal"] == 1
 
 
+@pytest.mark.parametrize(("easy", "hard"), [(0.1, 0.1), (0.2, 0.1), (0.5, 0.25), (0.25, 0.75)])
+def test_both_pools_get_their_share(easy: float, hard: float) -> None:
+    buffer = make({"a": 30}, easy_threshold=0.9, hard_threshold=0.1, easy_fraction=easy, hard_fraction=hard)
+    draw(buffer, 7)
+    buffer.record_outcomes([Outcome(i, 1.0) for i in range(10)] + [Outcome(i, 0.0) for i in range(10, 20)])
+    kinds: Counter[str] = Counter()
+    for num in range(1, 201):
+        kinds["easy" if (position := buffer.draw()[0]) < 10 else "hard" if position < 20 else "normal"] += 1
+        assert abs(kinds["easy"] - easy * num) < 2 and abs(kinds["hard"] - hard * num) < 2
+
+
+def test_state_without_pool_draws_loads() -> None:
+    config = {"easy_threshold": 0.9, "easy_fraction": 0.5}
+    buffer, resumed = make({"a": 4}, **config), make({"a": 4}, **config)
+    buffer.record_outcomes([Outcome(0, 1.0)])
+    draw(buffer, 3)
+    state = buffer.save_state()
+    state["envs"] = [entry[:4] for entry in state["envs"]]
+    resumed.load_state(state)
+    assert draw(resumed, 4).count("a0") == 2
+
+
 def test_quarantine_after_failed_groups() -> None:
     buffer = make({"a": 2, "b": 1})
     buffer.record_outcomes([Outcome(0, None, DropReason.ALL_FAILED)])
