@@ -305,7 +305,7 @@ class OrchestratorConfig(TrackersConfig):
     """Maximum sequence length (prompt + completion); longer samples are counted and not trained on."""
 
     zero_truncated_completions: bool = False
-    """Set the reward of truncated completions to 0."""
+    """Set the reward of truncated completions to 0, and each of advantage.rewards."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Batches to send; unset: until stopped."""

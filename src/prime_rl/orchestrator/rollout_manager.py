@@ -116,7 +116,8 @@ class GroupGenerator:
         """Samples of one rollout. A rollout that cannot be trained on is marked as failed and gives none."""
         if rollout.seat_rewards and not rollout.num_turns:
             return []  # a game that ended before the policy's first move
-        if not self.is_scored or (self.zero_truncated and rollout.status == Status.TRUNCATED):
+        is_zeroed = self.zero_truncated and rollout.status == Status.TRUNCATED
+        if is_zeroed or not self.is_scored:
             rollout.reward, rollout.seat_rewards = 0.0, {}
         try:
             samples = [] if rollout.failed else rollout_to_samples(rollout, group_index=group_index, index=index)
@@ -132,6 +133,8 @@ class GroupGenerator:
                 if not sample.versions:  # the server does not report versions: it had at least this one
                     sample.versions = [(sample.loss_mask.index(1.0), version)]
                 sample.metadata = {**sample.metadata, "env": env, **_rollout_metadata(rollout)}
+                if is_zeroed:
+                    sample.metadata["zeroed"] = True
         except ValueError as error:
             rollout.status, rollout.error_type, rollout.error = Status.FAILED, "InvalidRollout", str(error)
             samples = []

@@ -197,11 +197,12 @@ def sum_log_ratios(rollout: Sequence[Sample]) -> float:
 
 
 def read_component(sample: Sample, name: str) -> float:
-    """Value of a reward function for a rollout; `ValueError` if the environment has none of this name."""
+    """Value of a reward function for a rollout, 0 if its metadata has "zeroed"; `ValueError` if the environment has no
+    function of this name."""
     metrics = sample.metadata.get("metrics", {})
     if name not in metrics:
         raise ValueError(f"advantage.rewards names {name!r}, the environment has {', '.join(metrics) or 'none'}")
-    return float(metrics[name])
+    return 0.0 if sample.metadata.get("zeroed") else float(metrics[name])
 
 
 def assign_role_advantages(samples: Iterable[Sample], baselines: dict[str, float], decay: float) -> None:

@@ -24,11 +24,13 @@ from prime_rl.orchestrator.filters import build_group_filter
 from prime_rl.orchestrator.metrics import compute_batch_metrics, drop_overlong
 from prime_rl.orchestrator.orchestrator import run_orchestrator
 from prime_rl.orchestrator.policy_version import PolicyVersion
+from prime_rl.orchestrator.rollout_manager import build_generator
 from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.batches import FilesystemBatchReceiver, FilesystemBatchSender
 from prime_rl.transport.file_watch import wait_for, wait_for_blocking
+from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.environments import Environment, load_environment
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps, is_complete, publish_dir, publish_step, step_path
@@ -715,6 +717,22 @@ def test_environments_have_own_advantages_and_objectives() -> None:
         [-(0.5**0.5), 0.5**0.5, -0.5, 0.5, 0.0, 1.0, -0.5, 0.5]
     )
     assert [s.objective for s in samples] == ["a", "a", "b", "b", None, None, None, None]
+
+
+def test_zeroed_rollouts_have_zero_reward_components() -> None:
+    advantage = AdvantageConfig(rewards={"m": 1.0})
+    config = OrchestratorConfig(zero_truncated_completions=True, advantage=advantage)
+    servers: Any = None
+    generator = build_generator(config, {}, servers)
+    samples: list[Sample] = []
+    for i, (reward, status) in enumerate([(1.0, Status.TRUNCATED), (0.0, Status.COMPLETED), (1.0, Status.COMPLETED)]):
+        turns = [Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0])]
+        rollout = Rollout(prompt="p", turns=turns, num_turns=1, reward=reward, metrics={"m": reward}, status=status)
+        samples += generator._to_samples(rollout, "e", 0, i, 0)
+    build_advantages(config)(samples)
+    first, second, third = [s.advantages[-1] for s in samples if s.advantages]
+    assert first == second < 0 < third
+    assert samples[0].metadata["metrics"] == {"m": 1.0}, "recorded as scored"
 
 
 def test_role_baselines_continue_in_a_resumed_run() -> None:
