@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -57,7 +58,7 @@ def read_text(text: str, schema: FieldSchema) -> Any:
         if schema.item and schema.item.kind in ("section", "dict"):
             inner = next(iter(fields_of(schema.item)), "key")
             raise ValueError("is a list of sections", f"give JSON, or key by key with an index: {{key}}.0.{inner}")
-        return [RawString(part.strip()) for part in text.split(",") if part.strip()]
+        return [RawString(part) for part in split_list(text, schema)]
     if schema.kind == "section":
         if schema.optional and text.lower() in TRUE_WORDS + FALSE_WORDS:
             return {} if text.lower() in TRUE_WORDS else None
@@ -67,6 +68,19 @@ def read_text(text: str, schema: FieldSchema) -> Any:
     if not equals:
         raise ValueError("is a table, not a single value", "give JSON, or {key} name=value")
     return {key.strip(): RawString(item)}
+
+
+def split_list(text: str, schema: FieldSchema) -> list[str]:
+    """The entries of a comma-separated list; raises `ValueError` for a text with none.
+
+    Entries of free text, such as stop sequences, keep their spaces, except for one after a comma.
+    """
+    if schema.item is not None and schema.item.is_free_text:
+        return [part for part in re.split(", ?", text) if part] or ([text] if text else [])
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if text and not parts:
+        raise ValueError("has no entries", "write [] for an empty list")
+    return parts
 
 
 def plain(value: Any) -> Any:

@@ -15,6 +15,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 KeyPath = tuple[str, ...]
+FREE_TEXT = "free text"
+FreeText = Annotated[str, FREE_TEXT]
+"""An entry of a list whose spaces and line breaks matter."""
 WORDS: dict[Any, str] = {int: "int", float: "float", str: "str", bool: "bool", Path: "path", Any: "any"}
 
 
@@ -46,6 +49,11 @@ class FieldSchema:
     def is_number(self) -> bool:
         """Whether the key takes only numbers."""
         return self.kind == "scalar" and set(_strip(self.annotation)[0]) <= {int, float}
+
+    @property
+    def is_free_text(self) -> bool:
+        """Whether spaces around a text belong to it."""
+        return FREE_TEXT in getattr(self.annotation, "__metadata__", ())
 
     def describe(self) -> str:
         """The kind of value in one word, as shown by --help."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from prime_rl.configuration.schema import FreeText
 from prime_rl.utils.pydantic_config import BaseConfig
 
 BASE_MODEL = "base"
@@ -199,7 +200,7 @@ class EnvConfig(BaseConfig):
     name: str | None = None
     """Name in metrics; unset: the id."""
 
-    command: list[str] | None = Field(default=None, min_length=1)
+    command: list[FreeText] | None = Field(default=None, min_length=1)
     """Program that runs each rollout: it reads the task on standard input and uses the model through the OpenAI or
     Anthropic API; unset: the environment's own turns."""
 
@@ -312,7 +313,7 @@ class SamplingConfig(BaseConfig):
     seed: int | None = None
     """Sampling seed; unset: derived from the run's seed."""
 
-    stop: list[str] = []
+    stop: list[FreeText] = []
     """Stop strings."""
 
     extra_body: dict[str, Any] = {}

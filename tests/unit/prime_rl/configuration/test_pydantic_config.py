@@ -15,6 +15,7 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from prime_rl.configuration.command import run_command
 from prime_rl.configuration.render import render_toml
+from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.configuration.sources import find_lines
 from prime_rl.utils.pydantic_config import (
     BaseConfig,
@@ -294,6 +295,35 @@ def test_none_in_files_unsets_and_later_layers_can_set_again(tmp_path: Path) -> 
 def test_text_in_files_for_lists(tmp_path: Path) -> None:
     assert parse("@", write(tmp_path / "a.toml", 'ids = "0,1"')).ids == [0, 1]
     assert parse("@", write(tmp_path / "b.toml", "ids = 4")).ids == [4]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("\n", ["\n"]),
+        (" END", [" END"]),
+        (", ", [", "]),
+        (",", [","]),
+        ("a,b", ["a", "b"]),
+        ("a, b", ["a", "b"]),
+        ("\n,END ", ["\n", "END "]),
+        ("", []),
+        ("[]", []),
+        ('[" a, b"]', [" a, b"]),
+    ],
+)
+def test_entries_of_free_text_keep_their_spaces(text: str, stop: list[str]) -> None:
+    assert parse_argv(SamplingConfig, ["--stop", text], "x", {})[0].stop == stop
+    assert parse_argv(SamplingConfig, [f"--stop={text}", "--stop", "c "], "x", {})[0].stop == [*stop, "c "]
+    assert parse_argv(SamplingConfig, [], "x", {"PRIME_STOP": text})[0].stop == stop
+
+
+@pytest.mark.parametrize("text", [",", " ", "\n"])
+def test_text_without_entries_is_no_empty_list(text: str) -> None:
+    with pytest.raises(ConfigError, match="has no entries"):
+        parse("--ids", text)
+    with pytest.raises(ConfigError, match="has no entries"):
+        parse(PRIME_TAGS=text)
 
 
 def test_alternative_names_of_keys() -> None:
