@@ -23,6 +23,7 @@ from loguru import logger
 from prime_rl.envs.worker import Cancel, Finished, GroupRequest, RowsReply, encode
 from prime_rl.envs.worker_process import WorkerDied, WorkerLoss, WorkerProcess
 from rollouts.training.agent_integration import Rollout
+from rollouts.training.environments.protocol import read_example_id
 from rollouts.training.types import Status
 
 if TYPE_CHECKING:
@@ -344,7 +345,7 @@ def _failed(row: dict[str, Any], args: dict[str, Any], lost: WorkerLoss) -> Roll
         prompt=row["prompt"],
         answer=row.get("answer"),
         info=row.get("info"),
-        example_id=int(row.get("example_id") or 0),
+        example_id=read_example_id(row),
         temperature=float(args.get("temperature", 1.0)),
         status=Status.FAILED,
         error_type=lost.error_type,

@@ -40,6 +40,19 @@ def test_rewards_get_named_arguments_and_weights() -> None:
     check(wire, rollout_to_samples(rollout))
 
 
+def test_a_textual_example_id_becomes_the_source_id() -> None:
+    rows = [{"prompt": "p", "example_id": given} for given in ("gsm8k-17", None, 5)]
+    environment = PlainEnvironment([*rows, {"prompt": "p"}], lambda row: len(row["src_id"]))
+    found = [(row["example_id"], row.get("src_id")) for row in environment.rows()]
+    assert found == [(0, "gsm8k-17"), (1, None), (5, None), (3, None)]
+    _, [rollout] = run(environment, "5")
+    assert (rollout.example_id, rollout.reward) == (0, 8.0)
+    args = [build_sampling_args(SamplingConfig(), 1)]
+    wire = Wire(script=[turn([*encode("5"), END])])
+    [rollout] = anyio.run(environment.run_group, {**environment.rows()[0], "example_id": "x"}, wire, "m", args, 0)
+    assert (rollout.example_id, rollout.failed) == (0, False), "a row that the caller has made"
+
+
 def test_conversation_ends_on_empty_reply_or_max_turns() -> None:
     def respond(messages: list[Any], row: Any, state: dict[str, Any]) -> list[Any]:
         state["asked"] = state.get("asked", 0) + 1

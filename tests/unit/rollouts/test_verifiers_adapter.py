@@ -37,6 +37,16 @@ def test_single_turn() -> None:
     assert (rollout.reward, rollout.metrics["said_yes"], rollout.num_turns) == (1.0, 1.0, 1)
 
 
+def test_an_example_id_that_is_no_number_is_replaced() -> None:
+    env = load_environment("adapter_envs:load_environment", {"kind": "single"})
+    env.env.dataset = env.env.dataset.remove_columns("example_id").add_column("example_id", ["gsm8k-17"])
+    [row] = env.rows()
+    assert (row["example_id"], row["src_id"]) == (0, "gsm8k-17")
+    wire, args = Wire(script=[turn([*encode("yes"), END])]), [build_sampling_args(SamplingConfig(), 1)]
+    [rollout] = anyio.run(env.run_group, {**row, "example_id": "gsm8k-17"}, wire, "m", args, 0)
+    assert (rollout.example_id, rollout.reward) == (0, 1.0)
+
+
 def test_multi_turn_is_one_sample_of_tokens() -> None:
     wire, rollout = run("multi", [turn([49, 50]), turn([*encode("no"), END]), turn([*encode("yes"), END])])
     [sample] = rollout_to_samples(rollout)

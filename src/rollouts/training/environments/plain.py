@@ -15,7 +15,9 @@ from rollouts.training.environments.protocol import (
     check_reward,
     describe_failure,
     locate_error,
+    number_row,
     open_conversation,
+    read_example_id,
     read_feedback,
     run_attempts,
     run_with_timeout,
@@ -191,7 +193,7 @@ def _as_row(row: Mapping[str, Any], number: int, system_prompt: str | None) -> R
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt and messages[0].get("role") != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    return {"example_id": number, **row, "prompt": messages}
+    return number_row({**row, "prompt": messages}, number)
 
 
 def _open_rollout(row: Row, args: dict[str, Any]) -> Rollout:
@@ -200,7 +202,7 @@ def _open_rollout(row: Row, args: dict[str, Any]) -> Rollout:
         answer=row.get("answer"),
         info=row.get("info"),
         task=str(row.get("task") or ""),
-        example_id=int(row.get("example_id") or 0),
+        example_id=read_example_id(row),
         temperature=float(args.get("temperature", 1.0)),
     )
 

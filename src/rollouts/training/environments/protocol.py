@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +54,21 @@ class EnvironmentNotLoaded(ValueError):
 
 class RolloutTimeout(Exception):
     """An attempt or its scoring exceeded the timeout."""
+
+
+def number_row(row: Mapping[str, Any], number: int) -> Row:
+    """The row with an integer `example_id`: its own, else `number`; its own is then `src_id`, as in verifiers."""
+    given = row.get("example_id")
+    if isinstance(given, Integral):
+        return dict(row)
+    kept = {} if given is None else {"src_id": given}
+    return {"example_id": number, **row, **kept} | {"example_id": number}
+
+
+def read_example_id(row: Row) -> int:
+    """The `example_id` of a row; 0 if it is no integer."""
+    given = row.get("example_id")
+    return int(given) if isinstance(given, Integral) else 0
 
 
 async def run_with_timeout(timeout_s: float | None, what: str, work: Callable[[], Awaitable[Any]]) -> Any:

@@ -17,7 +17,9 @@ from rollouts.training.environments.protocol import (
     add_usage,
     check_reward,
     locate_error,
+    number_row,
     open_conversation,
+    read_example_id,
     read_feedback,
     run_attempts,
     run_with_timeout,
@@ -57,7 +59,7 @@ class VerifiersEnvironment:
     def rows(self, split: str = "train") -> list[Row]:
         """Rows of the environment's dataset; "eval" falls back to the training rows as in `verifiers`."""
         dataset = self.env.get_eval_dataset() if split == "eval" else self.env.get_dataset()
-        return [dict(row) for row in dataset]
+        return [number_row(row, i) for i, row in enumerate(dataset)]
 
     async def run_group(
         self, row: Row, client: Any, model: str, sampling_args: Sequence[dict[str, Any]], retries: int = 0
@@ -185,7 +187,7 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
         answer=row.get("answer"),
         info=row.get("info"),
         task=str(row.get("task") or ""),
-        example_id=int(row.get("example_id") or 0),
+        example_id=read_example_id(row),
         temperature=float(args.get("temperature", 1.0)),
     )
     if failure is not None:

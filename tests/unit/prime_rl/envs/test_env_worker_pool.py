@@ -20,7 +20,7 @@ from prime_rl.configuration.command import run_command
 from prime_rl.configuration.sections import EnvConfig, LogConfig, SamplingConfig
 from prime_rl.envs import worker_pool, worker_process
 from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers
-from prime_rl.envs.worker_process import WorkerDied, WorkerProcess
+from prime_rl.envs.worker_process import WorkerDied, WorkerLoss, WorkerProcess
 from prime_rl.utils.client import InferenceClient
 from prime_rl.utils.vf import build_sampling_args, load_environments, open_environments
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
@@ -108,6 +108,12 @@ def test_a_crashing_group_fails_and_its_neighbors_do_not(tmp_path: Path, engine:
     assert {kind for kind, rollouts in found.items() if any(r.failed for r in rollouts)} == {"kill"}
     assert {(r.error_type, r.reward) for r in found["kill"]} == {("WorkerDied", 0.0)}
     assert "signal SIGKILL" in str(found["kill"][0].error)
+
+
+def test_a_lost_rollout_may_have_a_textual_example_id() -> None:
+    lost = WorkerLoss("WorkerDied", "gone", charged=True)
+    rollout = worker_pool._failed({"prompt": "p", "example_id": "gsm8k-17"}, {}, lost)
+    assert rollout.failed and rollout.example_id == 0
 
 
 def test_a_worker_that_somebody_kills_costs_nothing(tmp_path: Path, engine: FakeEngine) -> None:
