@@ -186,9 +186,14 @@ def assign_advantages(
 
 def sum_log_ratios(rollout: Sequence[Sample]) -> float:
     """Sum over the sampled tokens of a rollout of log-prob minus reference log-prob, an estimate of their KL in nats.
-    `ValueError` without reference log-probs."""
+
+    Samples that have no teacher by configuration (`has_teacher` False) add 0. `ValueError` for others without
+    reference log-probs.
+    """
     total = 0.0
     for sample in rollout:
+        if not sample.has_teacher:
+            continue
         if sample.teacher_logprobs is None or sample.inference_logprobs is None:
             raise ValueError("advantage.kl_coef needs log-probs of a reference: set orchestrator.teacher_model")
         pairs = zip(sample.inference_logprobs, sample.teacher_logprobs, sample.loss_mask, strict=True)

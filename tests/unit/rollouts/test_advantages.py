@@ -93,7 +93,10 @@ def test_a_kl_in_the_reward_lowers_it_by_the_log_ratios() -> None:
     shaped = [1.0 - 0.1 * 0.5, 0.0 + 0.1 * 1.5]
     expected = (shaped[0] - shaped[1]) / 2
     assert [s.advantages for s in samples] == [pytest.approx([0, e, e]) for e in (expected, -expected)]
-    samples[0].teacher_logprobs = None
+    samples[0].teacher_logprobs, samples[0].has_teacher = None, False
+    assign_advantages(samples, kl_coef=0.1)
+    assert [s.advantages[1] for s in samples if s.advantages] == pytest.approx([0.425, -0.425]), "its KL costs nothing"
+    samples[0].has_teacher = True
     with pytest.raises(ValueError, match="needs log-probs of a reference"):
         assign_advantages(samples, kl_coef=0.1)
 
