@@ -199,7 +199,8 @@ class OnlineEvalConfig(BaseConfig):
     """Evaluate version 0, the model before training."""
 
     skip_eval_on_resume: bool = True
-    """Do not evaluate the version that a run resumes from."""
+    """Do not evaluate the version that a run resumes from, except if the run was killed before a due evaluation had
+    finished."""
 
     pass_threshold: float = 1.0
     """A rollout with at least this reward counts as passed in pass@k."""

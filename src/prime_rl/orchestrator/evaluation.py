@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -21,7 +22,8 @@ from prime_rl.generation.resume_log import to_result
 from prime_rl.generation.rollout_jobs import ModelEndpoint, run_environment
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator, HeldOutEnvironment
-from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.run_dir import Attempts, RunDir
+from rollouts.training.metrics import load_jsonl
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.distillation.teacher import Teacher
@@ -249,20 +251,13 @@ def build_schedules(
         starts_now = (
             not eval_settings.skip_eval_on_resume if version else eval_settings.eval_base_model or has_baselines
         )
+        last = -1 if starts_now else find_last_finished(config.output_dir, EvalKind.EVAL, version)
         if has_baselines:
             eval_environments = {
                 name: HeldOutEnvironment(environment, environments.get(name), name)
                 for name, environment in eval_environments.items()
             }
-        schedules.append(
-            EvalSchedule(
-                EvalKind.EVAL,
-                eval_config,
-                eval_environments,
-                eval_settings.interval,
-                last=-1 if starts_now else version,
-            )
-        )
+        schedules.append(EvalSchedule(EvalKind.EVAL, eval_config, eval_environments, eval_settings.interval, last=last))
     if config.val is not None:
         val_config = EvalConfig.model_validate(
             {
@@ -273,8 +268,20 @@ def build_schedules(
                 "rollouts_per_example": config.val.rollouts_per_example,
             }
         )
-        schedules.append(EvalSchedule(EvalKind.VAL, val_config, environments, config.val.interval, last=version or -1))
+        last = find_last_finished(config.output_dir, EvalKind.VAL, version) if version else -1
+        schedules.append(EvalSchedule(EvalKind.VAL, val_config, environments, config.val.interval, last=last))
     return schedules
+
+
+def find_last_finished(output_dir: Path, kind: EvalKind, version: int) -> int:
+    """The last version up to `version` whose evaluation has finished, 0 without one.
+
+    Those of attempts that a resumed run has abandoned do not count: they were of other weights.
+    """
+    attempts = Attempts(output_dir, "orchestrator")
+    rows = (row for row in load_jsonl(RunDir(output_dir).metrics) if row.get("timeline/what") == kind)
+    finished = ((row["step"], row.get("attempt", 0)) for row in rows if row.get("process") == "orchestrator")
+    return max((step for step, attempt in finished if step <= version and attempt == attempts.find(step)), default=0)
 
 
 def mean_or_nan(rewards: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from test_orchestrator import engine, environments, make_config, rows, run, trai
 
 from prime_rl.client.request_batcher import RequestBatcher
 from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.evaluation import EvalKind, find_last_finished
 from prime_rl.orchestrator.orchestrator import orchestrate, run_orchestrator
+from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.environments import Environment, load_environment
-from rollouts.training.metrics import load_jsonl
+from rollouts.training.metrics import append_jsonl, load_jsonl
 from rollouts.training.steps import complete_steps, publish_dir, step_path
 
 __all__ = ["engine", "environments"]
@@ -119,6 +122,50 @@ def test_eval_of_base_model_and_resumed_version(
         run_with_eval(config(4, **extra), environments, environments)
     found = [r["step"] for r in load_jsonl(tmp_path / "metrics.jsonl") if "eval/reverse-text/avg@1" in r]
     assert found == ([0, 2, 2, 4] if resumed else [0, 2, 4])
+
+
+def test_a_due_evaluation_runs_after_a_crash_during_it(
+    engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path
+) -> None:
+    def config(**ckpt: Any) -> OrchestratorConfig:
+        shared = {"interval": 100, "num_examples": 1}
+        expected = {"env": [{"id": "reverse-text"}], **shared}
+        return make_config(engine, tmp_path, max_steps=2, max_async_level=0, ckpt=ckpt, eval=expected, val=shared)
+
+    def save_half(step: int) -> None:
+        publish_dir(step_path(tmp_path / "checkpoints", step) / "trainer", lambda path: None)
+
+    def finished() -> dict[str, list[int]]:
+        found = list(load_jsonl(tmp_path / "metrics.jsonl"))
+        names = {"eval": "eval/reverse-text/avg@1", "val": "val_reward/mean"}
+        return {kind: [row["step"] for row in found if name in row] for kind, name in names.items()}
+
+    with trainer(tmp_path, 2, on_batch=save_half):
+        run_with_eval(config(), environments, environments)
+    assert finished() == {"eval": [0, 2], "val": [0, 2]}
+    # As if the last evaluations had not finished.
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] < 2 or "progress/samples" in line]
+    (tmp_path / "metrics.jsonl").write_text("".join(kept))
+    for _ in range(2):
+        run_with_eval(config(resume_step=-1), environments, environments)
+        assert finished() == {"eval": [0, 2], "val": [0, 2]}, "once"
+
+
+def test_evaluations_of_an_abandoned_attempt_do_not_count(tmp_path: Path) -> None:
+    def evaluate(attempt: int, *steps: int) -> None:
+        row = {"process": "orchestrator", "attempt": attempt, "timeline/what": "eval"}
+        append_jsonl(tmp_path / "metrics.jsonl", [{**row, "step": step} for step in steps])
+
+    run = RunDir(tmp_path)
+    assert find_last_finished(tmp_path, EvalKind.EVAL, 9) == 0
+    run.begin_attempt("orchestrator", 0)
+    evaluate(0, 0, 2, 4, 6)
+    assert [find_last_finished(tmp_path, EvalKind.EVAL, version) for version in (3, 6, 9)] == [2, 6, 6]
+    run.begin_attempt("orchestrator", 3)
+    assert [find_last_finished(tmp_path, EvalKind.EVAL, version) for version in (3, 6)] == [2, 2]
+    evaluate(1, 4)
+    assert find_last_finished(tmp_path, EvalKind.EVAL, 6) == 4 and find_last_finished(tmp_path, EvalKind.VAL, 6) == 0
 
 
 @pytest.mark.parametrize(
