@@ -52,7 +52,7 @@ class GenerationRun:
         return {
             "model": [model, endpoint.version, fingerprint_model(model), served],
             "servers": self.base_urls,
-            "env": list(env.factory),
+            "env": [*env.factory, *([] if env.command is None else [env.command])],
             "rollouts": config.num_rollouts(env),
             "sampling": config.sampling.model_dump(),
             "seed": config.seed,

@@ -271,7 +271,16 @@ def test_truncated_line_costs_one_group(tmp_path: Path) -> None:
     assert len(second.requested) == 6  # two groups that were never started, and the truncated one
 
 
-@pytest.mark.parametrize("change", [["--seed", "1"], ["--sampling.temperature", "0.5"], ["--no-resume"]])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["--seed", "1"],
+        ["--sampling.temperature", "0.5"],
+        ["--env.0.args", "n=1"],
+        ["--env.0.command", "python", "agent.py"],
+        ["--no-resume"],
+    ],
+)
 def test_changed_settings_reuse_nothing(tmp_path: Path, change: list[str]) -> None:
     options = ["--rollouts_per_example", "2", "--output_dir", str(tmp_path)]
     run_echo(parse(*options), Counting(), remove=False)
