@@ -117,6 +117,11 @@ class EvolveConfig(GenerationConfig):
             raise ValueError(
                 f"env has {len(self.env)} environments: evolve searches the context of one, run it for each of them"
             )
+        if self.env[0].taskset is not None:
+            raise ValueError(
+                "env.taskset builds its prompts in verifiers, where no context can be inserted: evolve needs an "
+                "environment with an id"
+            )
         if self.context and self.context_file is not None:
             raise ValueError("context and context_file both set the initial context: remove one of them")
         has_server = self.proposer.client.base_url or self.client.base_url

@@ -8,6 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from prime_rl.configuration.sections import EnvConfig
+from prime_rl.evolve.config import EvolveConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.utils.vf import check_environments
 
 TASKSET = {"id": "reverse-text-v1", "split": "train"}
@@ -50,3 +52,14 @@ def test_a_missing_interpreter_is_found_before_the_start() -> None:
 def test_contradictions_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         EnvConfig(**fields)
+
+
+def test_contexts_cannot_be_inserted_into_tasksets() -> None:
+    env = {"taskset": TASKSET, "python": "python3"}
+    with pytest.raises(ValidationError, match=r"env\.taskset builds its prompts in verifiers"):
+        EvolveConfig.model_validate({"env": [env]})
+    distillation = {"env": [env], "teacher_model": {"context": "c", "eval_baseline": True}}
+    with pytest.raises(ValidationError, match=r"cannot insert the context into taskset 'reverse-text-v1'"):
+        OrchestratorConfig.model_validate({**distillation, "eval": {}})
+    OrchestratorConfig.model_validate({**distillation, "eval": {"env": [{"id": "reverse-text"}]}})
+    OrchestratorConfig.model_validate({"env": [env], "teacher_model": {"context": "c"}})
