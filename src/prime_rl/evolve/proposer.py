@@ -13,6 +13,7 @@ import msgspec
 from prime_rl.configuration.imports import import_function
 from prime_rl.generation.rollout_jobs import build_request
 from rollouts.training.agent_integration import completion_text
+from rollouts.training.environments.plain import build_request as build_chat_request
 from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _build_model_proposer(config: ProposerConfig, model: str, client: Any, seed:
         request_seed = sample_seed(
             seed if config.sampling.seed is None else config.sampling.seed, number, PROPOSAL_STREAM
         )
-        args = build_request(config.sampling, request_seed, client.base_url)
+        args = build_chat_request(build_request(config.sampling, request_seed, client.base_url))
         answer = await client.chat.completions.create(model=model, messages=[{"role": "user", "content": text}], **args)
         return extract_context(answer.choices[0].message.content or "")
 

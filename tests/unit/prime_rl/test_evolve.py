@@ -179,7 +179,9 @@ def test_model_proposer_reads_examples_and_seeds_repeat(api: FakeApi, tmp_path: 
         search = run(build_config(tmp_path / name, proposer={}), api)
         assert search.best.text == "a3 b7 c1\nd0 e5 f2" and search.best.mean == 1
         seeds.append([body["seed"] for body in api.requests])
-    [request] = [r["messages"][-1]["content"] for r in api.requests if "Write a better" in r["messages"][-1]["content"]]
+    [body] = [body for body in api.requests if "Write a better" in body["messages"][-1]["content"]]
+    request = body["messages"][-1]["content"]
+    assert body["max_completion_tokens"] == 1024 and "max_tokens" not in body, "OpenAI reasoning models reject the old"
     assert WRONG in request and "Reference answer: " in request and sorted(seeds[0]) == sorted(seeds[1])
 
 
