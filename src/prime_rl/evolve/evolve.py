@@ -138,16 +138,17 @@ class EvolveSession:
         """Run the search; `ValueError` if the budget does not suffice for the first context."""
         from prime_rl.evolve.search import Search
 
-        examples, spent = list(range(len(self.rows))), 0
-        self._check_budget(len(examples) * (2 if self.config.examples == "failed" else 1))
+        examples, spent, known = list(range(len(self.rows))), 0, dict[int, float]()
+        self._check_budget(len(examples) * (2 if self.config.examples == "failed" and context else 1))
         if self.config.examples == "failed":
             scores, spent = await self.evaluate(-1, "", examples), len(examples) * self.num_rollouts
             examples = [i for i in examples if scores[i] < self.config.stop_reward]
             if not examples:
                 raise ValueError('every training example is solved without a context: set examples = "all"')
+            known = {} if context else {i: scores[i] for i in examples}
         search = Search(self.config, examples, self.num_rollouts, self.evaluate, self.propose, self.report)
         search.num_rollouts = spent
-        await search.run(context)
+        await search.run(context, known)
         return search
 
     def _check_budget(self, num_evaluations: int) -> None:

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Protocol
 
 
@@ -77,9 +78,12 @@ class Search:
     candidates: list[Candidate] = field(default_factory=list)
     num_rollouts: int = 0
 
-    async def run(self, context: str) -> None:
-        """Search until the budget, `max_proposals`, `max_repeats` or `stop_reward` is reached."""
-        await self._try(Candidate(0, context))
+    async def run(self, context: str, scores: Mapping[int, float] = MappingProxyType({})) -> None:
+        """Search until the budget, `max_proposals`, `max_repeats` or `stop_reward` is reached.
+
+        `scores` of the first context are already known, and counted in `num_rollouts`.
+        """
+        await self._try(Candidate(0, context, scores=dict(scores)))
         while self._may_continue():
             number = len(self.candidates)
             rng = random.Random(f"{self.limits.seed}/{number}")
@@ -125,8 +129,9 @@ class Search:
     async def _try(self, candidate: Candidate, parent: Candidate | None = None) -> None:
         if parent is not None:
             candidate.status = await self._screen(candidate, parent)
-        if candidate.status is CandidateStatus.ACCEPTED:
-            await self._score(candidate, [i for i in self.examples if i not in candidate.scores])
+        missing = [i for i in self.examples if i not in candidate.scores]
+        if candidate.status is CandidateStatus.ACCEPTED and missing:
+            await self._score(candidate, missing)
         self.candidates.append(candidate)
         self.on_candidate(self)
 

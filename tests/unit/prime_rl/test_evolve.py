@@ -119,6 +119,13 @@ def test_failed_examples_alone_are_searched(api: FakeApi, tmp_path: Path) -> Non
     assert solved <= 1 and search.best.mean == 1 and not any(p.endswith("\na") for p in prompts)
 
 
+@pytest.mark.parametrize("budget", [6, 1000])
+def test_rollouts_without_a_context_count_once(api: FakeApi, tmp_path: Path, budget: int) -> None:
+    search = run(build_config(tmp_path, examples="failed", context="", budget=budget), api)
+    assert search.num_rollouts == len(api.requests)
+    assert search.candidates[0].mean == 0.0 and len(search.candidates) == (7 if budget > 6 else 1)
+
+
 def candidates(table: Sequence[Sequence[float]]) -> list[Candidate]:
     return [Candidate(i, str(i), scores=dict(enumerate(scores))) for i, scores in enumerate(table)]
 
