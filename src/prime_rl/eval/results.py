@@ -73,7 +73,9 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             value = columns.get(key)
             columns[key] = value if value is None or isinstance(value, str) else _as_json(value)
         flat.append(columns | {f"metrics/{name}": row["metrics"].get(name) for name in names})
-    parquet.write_table(pyarrow.Table.from_pylist(flat), path)
+    # pyarrow takes the columns of the first row unless they are named; `tools` and `feedback` may start later.
+    keys = dict.fromkeys(key for row in flat for key in row)
+    parquet.write_table(pyarrow.Table.from_pydict({key: [row.get(key) for row in flat] for key in keys}), path)
 
 
 def _as_json(value: Any) -> str:

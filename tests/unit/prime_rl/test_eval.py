@@ -16,7 +16,7 @@ from prime_rl.configuration.sections import GenerationEnvConfig, SamplingConfig
 from prime_rl.eval import envs
 from prime_rl.eval.config import EvalConfig
 from prime_rl.eval.eval import EvalJob, build_job, evaluate, evaluate_environment, server_options
-from prime_rl.eval.results import format_metrics, format_row
+from prime_rl.eval.results import format_metrics, format_row, write_results
 from prime_rl.generation import rollout_jobs
 from prime_rl.generation.model_server import build_server_argv
 from prime_rl.generation.resume_log import Result, to_result
@@ -208,6 +208,17 @@ def test_parquet_has_same_rows(tmp_path: Path) -> None:
     assert columns.column("reward").to_pylist() == [line["reward"] for line in lines]
     assert columns.column("prompt").to_pylist() == [line["prompt"] for line in lines]
     assert columns.column("metrics/exact_match").to_pylist() == [line["metrics"]["exact_match"] for line in lines]
+
+
+def test_parquet_has_fields_that_the_first_row_lacks(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    results = [[Result(reward=1.0), Result(reward=0.0, feedback="wrong", tools=[{"type": "function"}])]]
+    config, endpoint = parse("--output_dir", str(tmp_path)), rollout_jobs.ModelEndpoint([], "m")
+    write_results(tmp_path / "e", results, {}, config, endpoint)
+    columns = parquet.read_table(tmp_path / "e" / "results.parquet")
+    assert columns.column("feedback").to_pylist() == [None, "wrong"]
+    assert columns.column("tools").to_pylist() == [None, '[{"type":"function"}]']
 
 
 class Killed(BaseException):
