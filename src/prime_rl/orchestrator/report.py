@@ -27,7 +27,7 @@ class Reporter:
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self.orchestrator = orchestrator
-        self._drops = Counter[str]()
+        self._drops = Counter(orchestrator.rollouts.groups.drops)  # a resumed run continues the totals
         self._idle_s = 0.0
         self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
 
