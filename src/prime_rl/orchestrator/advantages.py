@@ -74,7 +74,7 @@ def shape_rewards(
 ) -> list[float]:
     """Rewards r of one group after the penalty for n sampled tokens, c = coef:
 
-    relative   r / (1 + c n / mean(n))                                 wrong answers (r = 0) are not penalized
+    relative   r / (1 + c n / mean(n)); r (1 + c n / mean(n)) if r < 0  wrong answers (r = 0) are not penalized
     linear     r - c p n / seq_len,  p = mean(r) within 0..1           no penalty while a prompt is unsolved
     overlong   r - c clip((n - (max_tokens - window)) / window, 0, 1)  DAPO, 2503.14476, equation 13
     """
@@ -82,7 +82,9 @@ def shape_rewards(
         return list(rewards)
     if config.type == "relative":
         mean = fmean(lengths) or 1.0
-        return [r / (1 + config.coef * n / mean) for r, n in zip(rewards, lengths, strict=True)]
+        factors = [1 + config.coef * n / mean for n in lengths]
+        # Dividing a negative reward would reward length.
+        return [r * factor if r < 0 else r / factor for r, factor in zip(rewards, factors, strict=True)]
     if config.type == "linear":
         solved = min(max(fmean(rewards), 0.0), 1.0)
         return [r - config.coef * solved * n / seq_len for r, n in zip(rewards, lengths, strict=True)]

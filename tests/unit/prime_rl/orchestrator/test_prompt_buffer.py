@@ -248,6 +248,8 @@ def test_length_penalties_in_closed_form() -> None:
 
     assert shape_rewards(rewards, lengths, None, seq_len=1) == rewards
     assert shaped(coef=0.5) == pytest.approx([1 / 1.25, 1 / 1.75, 0])
+    negative = shape_rewards([-1.0, -1.0, 0.5], lengths, LengthPenaltyConfig(coef=0.5), seq_len=100)
+    assert negative == pytest.approx([-1.25, -1.75, 0.5 / 1.5]), "longer is never better"
     assert shaped(type="linear", coef=0.3) == pytest.approx([1 - 0.02, 1 - 0.06, -0.04])
     assert shaped(type="overlong", coef=1.0, window=20) == pytest.approx([1.0, 0.0, -0.5])
 
