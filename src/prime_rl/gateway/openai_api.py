@@ -41,8 +41,11 @@ def stream_chat(completion: dict[str, Any], options: Mapping[str, Any] | None) -
     def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
 
-    message = choice["message"]
-    yield chunk({"role": "assistant", "content": message["content"]})
+    message, opening = choice["message"], {"role": "assistant"}
+    if reasoning := message.get("reasoning_content"):
+        yield chunk({**opening, "reasoning_content": reasoning})
+        opening = {}
+    yield chunk({**opening, "content": message["content"]})
     for index, call in enumerate(message.get("tool_calls", [])):
         yield chunk({"tool_calls": [{"index": index, **call}]})
     yield chunk({}, choice["finish_reason"])
@@ -72,16 +75,13 @@ def read_response_request(body: ResponsesRequest, stored: Mapping[str, list[Mess
         if previous not in stored:
             raise RequestError(f"previous_response_id {previous!r} is not a response of this session")
         messages += stored[previous]
-    choice: Any = body.tool_choice
-    if isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
     if (style := (body.text or {}).get("format") or {"type": "text"}) != {"type": "text"}:
         raise RequestError(f"text.format {style!r} is not supported for agents in training: leave it out")
     return ChatRequest(
         messages + _read_items(body.input),
         body.model,
         tools=[_read_tool(tool) for tool in body.tools or []],
-        tool_choice=None if choice == "auto" else choice,
+        tool_choice=_read_tool_choice(body.tool_choice),
         max_tokens=body.max_output_tokens,
     )
 
@@ -191,6 +191,17 @@ def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f"tools: {tool.get('type')!r} runs at the provider: give tools of type 'function'")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
+
+
+def _read_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict):
+        return None if choice == "auto" else choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise RequestError(
+            f"tool_choice {choice!r} is not supported: give 'auto', 'none', 'required' or "
+            '{"type": "function", "name": ...}, and only the tools that are allowed'
+        )
+    return {"type": "function", "function": {"name": choice["name"]}}
 
 
 def _chat_usage(usage: Any) -> dict[str, int]:

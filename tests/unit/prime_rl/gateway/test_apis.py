@@ -12,6 +12,7 @@ import openai
 import pytest
 from recorded_client import CALL, RecordedClient
 
+from prime_rl.gateway.chat import RequestError
 from prime_rl.gateway.server import Gateway
 from prime_rl.gateway.session import Session
 from rollouts.training.environments.answers import AnswerMessage, Choice
@@ -80,6 +81,21 @@ def test_chats_with_tools_pass_the_stock_client(stream: bool) -> None:
     assert client.requests[1]["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [CALL.model_dump()]}
     assert [turn.completion_ids for turn in session.turns] == [[1, 7, 8], [2, 7, 8]]
     assert session.num_unmatched == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats_return_the_reasoning(stream: bool) -> None:
+    message = AnswerMessage(content="Three.", reasoning_content="1 + 2")
+
+    async def work(session: Session, http: httpx.AsyncClient) -> Any:
+        chats, options = stock_openai(session, http).chat.completions, {"model": "m", "messages": [{"role": "user"}]}
+        if not stream:
+            return (await chats.create(**options)).choices[0].message
+        async with chats.stream(**options) as events:
+            return (await events.get_final_completion()).choices[0].message
+
+    answer = serve(RecordedClient(Choice(message=message, finish_reason="stop")), work)
+    assert (answer.role, answer.reasoning_content, answer.content) == ("assistant", "1 + 2", "Three.")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -254,6 +270,31 @@ def test_requests_that_cannot_be_trained_are_refused(body: dict[str, Any], text:
     reply = serve(client, work)
     assert (reply.status_code, reply.headers["x-should-retry"]) == (400, "false")
     assert text in reply.json()["error"]["message"] and not client.requests
+
+
+@pytest.mark.parametrize(
+    ("choice", "sent"),
+    [
+        ("auto", None),
+        ("required", "required"),
+        ({"type": "function", "name": "add"}, {"type": "function", "function": {"name": "add"}}),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}, RequestError),
+        ({"type": "function"}, RequestError),
+    ],
+)
+def test_tool_choices_of_responses(choice: Any, sent: Any) -> None:
+    client = RecordedClient()
+
+    async def work(session: Session, http: httpx.AsyncClient) -> httpx.Response:
+        body = {"model": "m", "input": "a", "tools": [{"type": "function", **TOOL}], "tool_choice": choice}
+        return await http.post("/v1/responses", headers={"authorization": f"Bearer {session.key}"}, json=body)
+
+    reply = serve(client, work)
+    if sent is RequestError:
+        assert reply.status_code == 400 and not client.requests
+        assert f"tool_choice {choice!r} is not supported" in reply.json()["error"]["message"]
+    else:
+        assert reply.status_code == 200 and client.requests[0].get("tool_choice") == sent
 
 
 def test_another_key_or_an_ended_session_is_refused() -> None:
