@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from rollouts.training.environments import Environment
 
 
+VAL_CONCURRENCY = 256
+"""Maximum concurrent rollouts of a validation."""
+
+
 class EvalKind(StrEnum):
     """What an evaluation is for; also its prefix in metrics and logs."""
 
@@ -266,11 +270,19 @@ def build_schedules(
                 "sampling": config.sampling,
                 "num_examples": config.val.num_examples,
                 "rollouts_per_example": config.val.rollouts_per_example,
+                "max_concurrent": VAL_CONCURRENCY,
             }
         )
         last = find_last_finished(config.output_dir, EvalKind.VAL, version) if version else -1
         schedules.append(EvalSchedule(EvalKind.VAL, val_config, environments, config.val.interval, last=last))
     return schedules
+
+
+def max_concurrent_rollouts(config: OrchestratorConfig) -> int:
+    """Rollouts of evaluation and validation that may run at once, beside those of training."""
+    num_eval = 0 if config.eval is None else config.eval.max_concurrent
+    val = config.val
+    return num_eval + (0 if val is None else min(VAL_CONCURRENCY, val.num_examples * val.rollouts_per_example))
 
 
 def find_last_finished(output_dir: Path, kind: EvalKind, version: int) -> int:

@@ -105,7 +105,9 @@ def orchestrate(config: OrchestratorConfig) -> int:
     from prime_rl.orchestrator.buffer import load_curriculum
     from prime_rl.orchestrator.checkpoint import CheckpointStore
     from prime_rl.orchestrator.distillation.teacher import build_teacher
+    from prime_rl.orchestrator.evaluation import max_concurrent_rollouts
     from prime_rl.orchestrator.filters import build_group_filter
+    from prime_rl.orchestrator.rollout_manager import count_slots
     from prime_rl.runtime.interrupts import cancel_on_signals
     from prime_rl.telemetry.trackers import check_trackers
     from prime_rl.utils.logger import setup_logger
@@ -126,8 +128,9 @@ def orchestrate(config: OrchestratorConfig) -> int:
     has_groups = config.advantage is not None and config.advantage.baseline not in ("none", "role")
     if config.rollouts_per_example == 1 and has_groups:
         logger.warning("rollouts_per_example = 1 has no group baseline: every advantage is 0")
-    in_flight = (config.max_async_level + 1) * config.batch_size
-    if advice := ensure_open_files(min(in_flight, config.max_concurrent or in_flight)):
+    in_flight = count_slots(config) * config.rollouts_per_example
+    in_flight = min(in_flight, config.max_concurrent or in_flight) + max_concurrent_rollouts(config)
+    if advice := ensure_open_files(in_flight):
         logger.warning(advice)
     with (
         open_environments(config.env, score=not config.buffer.skip_verification) as environments,

@@ -175,7 +175,7 @@ def build_generator(
 
 
 def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: GroupGenerator) -> AsyncRolloutManager:
-    """Build the batch stream with (max_async_level + oversampling_factor) batches' worth of slots."""
+    """Build the batch stream with the slots of `count_slots`."""
     if config.max_concurrent is not None and config.max_concurrent < config.rollouts_per_example:
         raise ValueError(
             f"max_concurrent = {config.max_concurrent} is smaller than one group of "
@@ -188,13 +188,18 @@ def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: 
         generate_group=generator,
         group_filter=build_group_filter(config.buffer),
         on_outcomes=buffer.record_outcomes,
-        slots=math.ceil((config.max_async_level + config.oversampling_factor) * config.num_groups - 1e-9),
+        slots=count_slots(config),
         max_running=config.max_concurrent and config.max_concurrent // config.rollouts_per_example,
         in_order=in_order,
         staleness_limits=StalenessLimits(None if in_order else config.max_async_level, config.max_off_policy_steps),
         max_batches=config.max_steps,
         tokens=generator.tokens,
     )
+
+
+def count_slots(config: OrchestratorConfig) -> int:
+    """Groups that may be open at once: (max_async_level + oversampling_factor) batches' worth."""
+    return math.ceil((config.max_async_level + config.oversampling_factor) * config.num_groups - 1e-9)
 
 
 def count_generated(rollout: Rollout) -> int:

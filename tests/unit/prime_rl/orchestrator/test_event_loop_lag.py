@@ -262,3 +262,30 @@ def test_invalid_input_raises_before_loading(values: dict[str, Any], message: st
     )
     with pytest.raises(ValueError, match=message):
         orchestrate(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, 3 * 8),
+        ({"oversampling_factor": 1.5}, 28),
+        ({"max_concurrent": 12}, 12),
+        ({"max_concurrent": 12, "eval": {"max_concurrent": 100}}, 112),
+        ({"eval": {}, "val": {"num_examples": 3, "rollouts_per_example": 2}}, 24 + 256 + 6),
+    ],
+)
+def test_files_may_be_open_for_all_rollouts(
+    values: dict[str, Any], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reached(Exception):
+        pass
+
+    def ensure_open_files(in_flight: int) -> None:
+        assert in_flight == expected
+        raise Reached
+
+    monkeypatch.setattr("prime_rl.client.http.ensure_open_files", ensure_open_files)
+    monkeypatch.setattr("prime_rl.utils.logger.setup_logger", lambda *_: None)
+    sizes = {"batch_size": 8, "rollouts_per_example": 4}
+    with pytest.raises(Reached):
+        orchestrate(OrchestratorConfig.model_validate({"output_dir": tmp_path, **sizes, **values}))
