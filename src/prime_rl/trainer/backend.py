@@ -365,7 +365,12 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     torch.manual_seed(config.seed + ranks.rank // mesh.tp.size)  # replicated parameters need the same dropout
     critic_config = config.critic if isinstance(config, TrainConfig) else None
     model, model_dir = load_model(
-        config.model, placement, config.seed, sharded=ranks.size > 1, has_critic=critic_config is not None
+        config.model,
+        placement,
+        config.seed,
+        sharded=ranks.size > 1,
+        has_critic=critic_config is not None,
+        max_len=config.data.seq_len if isinstance(config, SFTConfig) else config.model.seq_len,
     )
     adapter_config = None
     if config.model.lora is not None and not config.model.lora.merge:

@@ -66,13 +66,20 @@ def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int =
 
 
 def load_model(
-    config: ModelConfig, placement: DeviceConfig, seed: int = 0, *, sharded: bool = False, has_critic: bool = False
+    config: ModelConfig,
+    placement: DeviceConfig,
+    seed: int = 0,
+    *,
+    sharded: bool = False,
+    has_critic: bool = False,
+    max_len: int | None = None,
 ) -> tuple[CausalLM, Path]:
     """Load the model in the optimizer's precision; returns it with its directory.
 
     It is on its device, or on the CPU when it is to be `sharded`, because the full model may not fit. With `lora`, only
     a new adapter initialized from `seed` is trainable; if nothing else will be, the other weights are loaded in the
-    precision of the model, which takes half of the memory, of sharded models also later.
+    precision of the model, which takes half of the memory, of sharded models also later. `max_len`: see
+    `HFCausalLM`.
     """
     model_dir = resolve_model_dir(config.name)
     debug = config.debug
@@ -88,6 +95,7 @@ def load_model(
         seed=debug.seed,
         dtype=dtype,
         device="cpu" if sharded else placement.device,
+        max_len=max_len,
     )
     for module in model.modules():
         if isinstance(module, Linear):

@@ -132,7 +132,13 @@ def build_service(config: ServeConfig) -> TrainingService:
     keep_freed_memory()
     model_dir = resolve_model_dir(config.model.name)
     debug = config.model.debug
-    model = load_causal_lm(model_dir, random_init=debug.random_init, num_layers=debug.num_layers, seed=debug.seed)
+    model = load_causal_lm(
+        model_dir,
+        random_init=debug.random_init,
+        num_layers=debug.num_layers,
+        seed=debug.seed,
+        max_len=config.model.max_model_len,
+    )
     longest = model.config.max_position_embeddings
     if config.model.max_model_len is not None and config.model.max_model_len > longest:
         raise ValueError(f"model.max_model_len is {config.model.max_model_len}, the model supports at most {longest}")

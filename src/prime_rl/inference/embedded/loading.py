@@ -97,6 +97,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, token
         seed=debug.seed,
         dtype=dtype,
         device=device,
+        max_len=config.model.max_model_len,
     )
     model_max_len = model.config.max_position_embeddings
     max_len = config.model.max_model_len

@@ -26,6 +26,7 @@ from prime_rl.trainer.lora import Adapter, load_adapter, merge_adapter, untie_he
 from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention, RoundedAttention, pad_sequences
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.rope_lengths import find_rope_limit, separate_sequences
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
 from rollouts.kernels.linear import Linear
 from rollouts.training.json_files import read_json_file
@@ -100,7 +101,8 @@ def run_attention(
 class HFCausalLM(CausalLM):
     """A transformers causal language model on flat packs, through `attend` or as one padded row per sequence.
 
-    Padding is on the right, where causal models ignore it: correct for every architecture.
+    Padding is on the right, where causal models ignore it: correct for every architecture. `max_len` is that of a
+    sequence, unset: that of the model.
     """
 
     inner: Any
@@ -108,7 +110,7 @@ class HFCausalLM(CausalLM):
 
     is_exact = False
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, max_len: int | None = None) -> None:
         nn.Module.__init__(self)
         for name, child in inner.named_children():
             self.add_module(name, child)
@@ -127,16 +129,22 @@ class HFCausalLM(CausalLM):
         self._takes_positions = "position_ids" in inspect.signature(inner.base_model.forward).parameters
         self._function: AttendFunction | None = None
         self._obstacle = ""
+        limit = find_rope_limit(inner.config.get_text_config())
+        if limit is not None:
+            separate_sequences(self, limit)
+        self._rotates_by_length = limit is not None and (max_len or self.config.max_position_embeddings) > limit
+        if self._rotates_by_length:
+            self._obstacle = f"RoPE changes with lengths above {limit}: set model.max_model_len = {limit}"
 
     @property
     def mixes_tokens_only_in_attend(self) -> bool:  # type: ignore[override]
-        """Whether attention runs through `attend`."""
-        return self._function is not None
+        """Whether attention runs through `attend`, and nothing else depends on other tokens."""
+        return self._function is not None and not self._rotates_by_length
 
     @property
     def recomputes(self) -> bool:  # type: ignore[override]
         """Whether the model runs on whole sequences only."""
-        return self._function is None
+        return self._function is None or self._rotates_by_length
 
     def forward(
         self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], attend: AttentionBackend
@@ -203,7 +211,7 @@ class HFCausalLM(CausalLM):
     def describe(self) -> str:
         """How the model is computed, for the log."""
         text = f"{type(self.inner).__name__} runs on transformers' code, slower than the native decoder"
-        if self._function is not None:
+        if not self.recomputes:
             return text
         return f"{text}; generation recomputes whole sequences, without a KV cache ({self._obstacle})"
 
@@ -258,8 +266,9 @@ def load_hf_model(
     seed: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    max_len: int | None = None,
 ) -> HFCausalLM:
-    """Load a model directory with transformers, without dropout.
+    """Load a model directory with transformers, without dropout; `max_len` as for `HFCausalLM`.
 
     `ValueError` when transformers does not support it, or when its logits are not a single product with the head.
     """
@@ -289,7 +298,7 @@ def load_hf_model(
         raise ValueError(f"transformers cannot load {model_dir} as a causal language model: {reason}") from error
     tolerance = TOLERANCE if dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
     expected = compute_probe_logits(inner.to(device).eval(), tolerance)
-    model = HFCausalLM(inner)
+    model = HFCausalLM(inner, max_len)
     model.choose_attention(expected, tolerance)
     if adapter is not None:
         _merge(model, adapter)

@@ -17,7 +17,7 @@ from prime_rl.trainer.lora import load_adapter, merge_adapter
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig, Impl, choose_impl
 from prime_rl.trainer.models.gemma3 import Gemma3LM
-from prime_rl.trainer.models.hf_model import HFCausalLM, load_hf_model
+from prime_rl.trainer.models.hf_model import load_hf_model
 from prime_rl.trainer.models.nanochat import NanochatLM
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
 from rollouts.training.json_files import read_json_file
@@ -47,13 +47,16 @@ def load_causal_lm(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    max_len: int | None = None,
 ) -> CausalLM:
-    """Load a model with the implementation `impl`; arguments and errors as `load_decoder`."""
-    load = load_hf_model if choose_impl(impl, model_dir) == "hf" else load_decoder
-    model = load(model_dir, random_init=random_init, num_layers=num_layers, seed=seed, dtype=dtype, device=device)
-    if isinstance(model, HFCausalLM):
+    """Load a model with the implementation `impl`; `max_len` as for `HFCausalLM`, all else as `load_decoder`."""
+    options: dict[str, Any] = {"random_init": random_init, "num_layers": num_layers, "seed": seed}
+    model: CausalLM
+    if choose_impl(impl, model_dir) == "hf":
+        model = load_hf_model(model_dir, **options, dtype=dtype, device=device, max_len=max_len)
         logger.info(model.describe())
     else:
+        model = load_decoder(model_dir, **options, dtype=dtype, device=device)
         logger.info(f"{model.config.model_type} runs on the native decoder")
     return model
 

@@ -14,7 +14,7 @@ from prime_rl.trainer.model import load_model, resolve_placement
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.decoder_config import choose_impl
 from prime_rl.trainer.models.hf_model import HFCausalLM
-from prime_rl.trainer.models.registry import load_decoder
+from prime_rl.trainer.models.registry import load_causal_lm, load_decoder
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.rl.train import train
@@ -104,6 +104,73 @@ def test_a_family_is_packed_trained_and_published(family: str, tmp_path: Path) -
     torch.testing.assert_close(
         compute_logits(again, sequences), compute_their_logits(after, sequences), atol=2e-5, rtol=1e-4
     )
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 32,
+}
+ROPE_BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
+    "longrope": ("Phi3Config", {"original_max_position_embeddings": 32, "rope_parameters": LONG_ROPE}),
+    "dynamic": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rope", ROPE_BY_LENGTH)
+def test_rope_is_that_of_each_sequence_alone(
+    rope: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    monkeypatch.setitem(FAMILIES, rope, ROPE_BY_LENGTH[rope])
+    base, generator = save_model(rope, tmp_path), torch.Generator().manual_seed(0)
+    source = transformers.AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for p in source.parameters():
+            if p.ndim == 2:
+                p.normal_(0, 0.3, generator=generator)
+    source.save_pretrained(base)
+    backend = build_backend(make_config(base, tmp_path, impl="hf", dtype=dtype, seq_len=128))
+    model = backend.model
+    reference = transformers.AutoModelForCausalLM.from_pretrained(base)
+    if dtype == "bfloat16":
+        reference = reference.bfloat16().float()  # the values of the weights
+    sequences = [torch.arange(n) * 7 % 320 for n in (20, 32, 100, 33, 60, 5)]
+    rotary = type(reference.model.rotary_emb)
+    expected = []
+    for ids in sequences:
+        reference.model.rotary_emb = rotary(reference.config)  # dynamic frequencies are those of the longest so far
+        expected.append(compute_their_logits(reference, [ids]))
+    tolerance = 1e-4 if dtype == "float32" else 0.05
+    assert not model.mixes_tokens_only_in_attend and not model.config.num_experts
+    for is_in_rows in (False, True):
+        if is_in_rows:
+            model.inner.config._attn_implementation, model._function = "sdpa", None
+        for _ in range(2):
+            found = compute_logits(model, sequences).float()
+            worst = max(
+                (a - b).abs().max() / b.abs().max()
+                for a, b in zip(found.split([len(ids) for ids in sequences]), expected, strict=True)
+            )
+            assert worst < tolerance
+
+
+def test_a_cache_needs_rope_that_does_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rope, max_len, recomputes in (("longrope", 32, False), ("longrope", None, True), ("dynamic", None, False)):
+        monkeypatch.setitem(FAMILIES, rope, ROPE_BY_LENGTH[rope])
+        model = load_causal_lm(save_model(rope, tmp_path), impl="hf", max_len=max_len)
+        assert model.recomputes == recomputes
+        assert ("set model.max_model_len = 32" in model.describe()) == recomputes
 
 
 def test_both_implementations_give_the_same_gradients(tmp_path: Path) -> None:
