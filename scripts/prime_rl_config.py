@@ -106,7 +106,7 @@ class PrimeRLTrainConfig(BaseConfig):
     run: str = "prime_rl_default"
     """Name of the run; "dummy" keeps all metrics local."""
     source: Literal["base", "mid", "sft", "rl", "prime_rl"] = "sft"
-    """Stage whose checkpoint to begin with."""
+    """Stage whose checkpoint to begin with; one of prime_rl must be copied to rl, see the message."""
     model_tag: str | None = None
     """Model tag, such as d20; unset: the deepest."""
     step: int | None = None

@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from copy import deepcopy
@@ -35,9 +35,19 @@ from prime_rl.configuration.command import run_command
 if TYPE_CHECKING:
     from scripts.prime_rl_watch import RunLogger
 
+    from nanochat.checkpoint_manager import CheckpointLocation
     from nanochat.learner import StepResult
     from rollouts.training.backends.ranks import Ranks
     from rollouts.training.types import Sample
+
+
+FREE = frozenset(
+    "run resume device device_batch_size save_every eval_every log_every viz_every eval_examples eval_samples "
+    "wandb_project wandb_entity".split()
+)
+"""Arguments that may change when a run is resumed: samples and steps do not depend on them, but for rounding."""
+DERIVED = frozenset("source model_tag step model learning_rate env trainer wandb distributed".split())
+"""Arguments that are compared by what they resolve to."""
 
 
 class Trainer:
@@ -45,7 +55,7 @@ class Trainer:
 
     def __init__(self, resolved: Resolved, ranks: Ranks, env: Any, threads: ExitStack) -> None:
         from nanochat.chat_client import ChatClient
-        from nanochat.checkpoint_manager import find_checkpoint, load_model
+        from nanochat.checkpoint_manager import load_model
         from nanochat.common import resolve_dtype
         from nanochat.engine import Engine
         from nanochat.learner import NanochatTrainer
@@ -54,7 +64,7 @@ class Trainer:
 
         self.resolved, self.ranks, self.env = resolved, ranks, env
         config = self.config = resolved.config
-        self.place = find_checkpoint(config.source, config.model_tag, config.step)
+        self.place = find_source(config)
         self.tag = config.model_tag or _tag_of(self.place.model_path)
         self.model, self.tokenizer, self.meta = load_model(
             config.source, ranks.device, "train", self.tag, self.place.step
@@ -159,10 +169,9 @@ class Trainer:
         metadata = {
             "step": step,
             "model_config": self.model.config.to_meta(),
-            "source": {"source": self.config.source, "model_tag": self.tag, "step": self.place.step},
             "tokenizer": hashlib.sha256(self.tokenizer.inner.to_str().encode()).hexdigest(),
             "evaluation": self.evaluation,
-            "config": self.config.model_dump(mode="json"),
+            **self.describe(),
         }
         state = {"manager": progress, "stepper": self.learner.stepper.state(), "num_steps": self.num_steps}
 
@@ -172,13 +181,41 @@ class Trainer:
 
         self.ranks.run_on_rank0(lambda: publish_step(prime_rl_dir(self.tag), step, write))
 
+    def describe(self) -> dict[str, Any]:
+        """The part of the metadata that a resumed run must have in common with the saved one."""
+        return {
+            "source": {"source": self.config.source, "model_tag": self.tag, "step": self.place.step},
+            "config": self.config.model_dump(mode="json"),
+            "env_args": self.resolved.env_args,
+        }
+
+    def archive_earlier_run(self) -> None:
+        """Move checkpoints of an earlier run of this model to `attempts/N`: `--resume` would continue with them."""
+        from nanochat.checkpoint_manager import prime_rl_dir
+        from prime_rl.runtime.run_dir import RunDir, find_steps
+        from rollouts.training.steps import step_path
+
+        def move() -> None:
+            root = prime_rl_dir(self.tag)
+            folder = RunDir(root).archive(step_path(root, step) for step in find_steps(root))
+            if folder is not None:
+                print(f"note: checkpoints of an earlier run moved to {folder}", flush=True)
+
+        self.ranks.run_on_rank0(move)
+
     def resume(self, manager: Any) -> int:
         """Take over the last checkpoint of this model; returns its step."""
         from nanochat.checkpoint_manager import find_checkpoint, load_state, read_progress
         from rollouts.training.backends.checkpoint import read_tensors, restore_optimizer
+        from rollouts.training.json_files import read_json_file
 
         place = find_checkpoint("prime_rl", self.tag)
         moments, state = read_progress(place.directory)
+        if differences := find_differences(read_json_file(place.meta_path), self.describe()):
+            raise ValueError(
+                f"{place.directory} belongs to another run ({', '.join(differences)}): resume with the same arguments, "
+                "or begin a new run without --resume, which moves these checkpoints to attempts/"
+            )
         if state["num_steps"] != self.num_steps:
             raise ValueError(
                 f"{place.directory} belongs to a run of {state['num_steps']} steps, this one has {self.num_steps}: "
@@ -208,7 +245,11 @@ async def train(trainer: Trainer, watch: RunLogger) -> None:
         max_batches=trainer.num_steps,
         seed=config.seed,
     )
-    start = trainer.resume(manager) if config.resume else 0
+    start = 0
+    if config.resume:
+        start = trainer.resume(manager)
+    else:
+        trainer.archive_earlier_run()
     await trainer.publish(start)
     if start == 0:
         watch.log(0, await trainer.evaluate(0))
@@ -260,6 +301,38 @@ def learning_rate_factor(step: int, *, config: PrimeRLTrainConfig, num_steps: in
     return config.init_lr_frac * warm * max(0.0, 1 - (step - 1) / num_steps)
 
 
+def find_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What distinguishes a saved run from this one, in words; both as in `Trainer.describe`.
+
+    What another version did not save is not compared.
+    """
+    words = []
+    for part, new in now.items():
+        old = saved.get(part, new)
+        names = new.keys() | old.keys()
+        if part == "config":
+            names = (new.keys() & old.keys()) - FREE - DERIVED
+        prefix = "env.args." if part == "env_args" else ""
+        changed = (name for name in sorted(names) if old.get(name) != new.get(name))
+        words += [f"{prefix}{name} was {old.get(name)!r}, now {new.get(name)!r}" for name in changed]
+    return words
+
+
+def find_source(config: PrimeRLTrainConfig) -> CheckpointLocation:
+    """The checkpoint to begin with; `ValueError` for one in the directory in which the run saves its own."""
+    from nanochat.checkpoint_manager import SOURCES, find_checkpoint
+    from nanochat.common import get_base_dir
+
+    place = find_checkpoint(config.source, config.model_tag, config.step)
+    if config.source == "prime_rl":
+        target = get_base_dir() / SOURCES["rl"] / _tag_of(place.model_path)
+        raise ValueError(
+            f"{place.directory} is where a run of this model saves its own checkpoints: copy it to {target} and use "
+            "--source=rl instead of prime_rl"
+        )
+    return place
+
+
 def _tag_of(path: Path) -> str:
     """The directory of a tag, above flat files or above `step_N`."""
     return path.parent.parent.name if path.parent.name.startswith("step_") else path.parent.name
@@ -273,12 +346,11 @@ def run(config: PrimeRLTrainConfig) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     from scripts.prime_rl_watch import RunLogger
 
-    from nanochat.checkpoint_manager import find_checkpoint
     from nanochat.common import open_ranks
     from rollouts.training.environments import load_environment
 
     config = resolved.config
-    find_checkpoint(config.source, config.model_tag, config.step)  # before anything that takes time
+    find_source(config)  # before anything that takes time
     with open_ranks(config.device) as ranks, ExitStack() as threads:
         env = load_environment(config.env_id, resolved.env_args)
         trainer = Trainer(resolved, ranks, env, threads)

@@ -164,7 +164,9 @@ def write_progress(directory: Path, optimizer: Mapping[str, Any], state: Mapping
 def read_progress(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The inverse of `write_progress`; `ValueError` if the checkpoint cannot be resumed."""
     if not (directory / STATE_FILE).is_file() or not (directory / OPTIMIZER_FILE).is_file():
-        raise ValueError(f"{directory} holds a model and no progress: use it as --source instead of --resume")
+        raise ValueError(
+            f"{directory} holds a model and no progress: without --resume, use it as --source=rl from {SOURCES['rl']}"
+        )
     state = read_json_file(directory / STATE_FILE)
     return read_tensors(directory / OPTIMIZER_FILE), state
 

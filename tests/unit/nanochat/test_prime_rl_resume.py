@@ -1,0 +1,91 @@
+"""Runs of scripts.prime_rl_train with checkpoints of an earlier run: moved aside, or compared before a resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from scripts.prime_rl_config import PROG, PrimeRLTrainConfig, normalize_argv
+from scripts.prime_rl_train import run
+
+from nanochat.checkpoint_manager import save_checkpoint
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.tokenizer import NanochatTokenizer
+from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.training.steps import complete_steps
+
+ENVIRONMENT = """
+def load_environment(num_rows=4, seed=0):
+    rows = [{"prompt": f"Say {number}", "answer": ""} for number in range(num_rows)]
+    return {"dataset": rows, "rewards": lambda completion: float("a" in completion)}
+"""
+ARGUMENTS = (
+    "--env_id=own_letters --model_tag=d1 --run=dummy --trainer.args.report_to=none --device=cpu "
+    "--examples_per_step=2 --num_samples=2 --max_new_tokens=2 --eval_examples=1 --eval_samples=1 --save_every=1"
+).split()
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A base directory with a model and its tokenizer, and an environment on the path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    (tmp_path / "own_letters.py").write_text(ENVIRONMENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_letters", raising=False)
+    tokenizer = NanochatTokenizer.train(["Say something about letters and numbers"] * 4, 280)
+    tokenizer.save(tmp_path / "base" / "tokenizer")
+    save_checkpoint("sft", "d1", 2, GPT(GPTConfig(64, tokenizer.get_vocab_size(), 1, 1, 1, 16)), {})
+    return tmp_path / "base"
+
+
+def train(*options: str) -> None:
+    config, _ = parse_argv(PrimeRLTrainConfig, normalize_argv([*ARGUMENTS, *options]), PROG, {})
+    assert run(config) == 0
+
+
+def test_a_new_run_moves_earlier_checkpoints_aside(base: Path) -> None:
+    own = base / "prime_rl_checkpoints" / "d1"
+    train("--max_steps=3")
+    weights = (own / "step_3" / "model.pt").read_bytes()
+    train("--max_steps=2", "--seed=7")
+    assert complete_steps(own) == [1, 2], "the last step is that of the new run"
+    assert complete_steps(own / "attempts" / "1") == [1, 2, 3]
+    assert (own / "attempts" / "1" / "step_3" / "model.pt").read_bytes() == weights
+    train("--max_steps=2", "--seed=7", "--resume", "--eval_every=1", "--device_batch_size=1")
+    assert complete_steps(own) == [1, 2] and complete_steps(own / "attempts" / "1") == [1, 2, 3]
+
+
+def test_a_resume_of_another_run_is_refused(base: Path) -> None:
+    own = base / "prime_rl_checkpoints" / "d1"
+    train("--max_steps=1")
+    metadata = json.loads((own / "step_1" / "metadata.json").read_text())
+    shutil.copytree(base / "chatsft_checkpoints" / "d1", base / "mid_checkpoints" / "d1")
+    for options, words in (
+        (
+            ["--temperature=0.5"],
+            r"\(temperature was 1\.0, now 0\.5\): resume with the same arguments, or begin a new run",
+        ),
+        (["--source=mid"], r"source was 'sft', now 'mid'"),
+        (["--env.args", "num_rows=6"], r"env\.args\.num_rows was None, now 6"),
+        (
+            ["--matrix_lr=0.5", "--seed=3"],
+            r"matrix_lr was 0\.02, now 0\.5, seed was 42, now 3, env\.args\.seed was None, now 3",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            train("--max_steps=1", "--resume", *options)
+    assert json.loads((own / "step_1" / "metadata.json").read_text()) == metadata
+
+
+def test_a_run_does_not_begin_in_its_own_directory(base: Path) -> None:
+    train("--max_steps=1")
+    with pytest.raises(ValueError, match=r"copy it to .*chatrl_checkpoints/d1 and use --source=rl"):
+        train("--max_steps=1", "--source=prime_rl")
+    target = base / "chatrl_checkpoints" / "d1"
+    shutil.copytree(base / "prime_rl_checkpoints" / "d1" / "step_1", target / "step_1")
+    train("--max_steps=1", "--source=rl")
