@@ -116,7 +116,8 @@ class MasterWeights:
             if p.requires_grad
         }
         # Engines keep rotary frequencies in fp32: rounded, they would turn late positions by whole radians.
-        frequencies = {name: b for name, b in model.named_buffers() if name.endswith(FREQUENCIES)}
+        buffers = model.named_buffers(remove_duplicate=False)
+        frequencies = {name: buffer for name, buffer in buffers if name.endswith(FREQUENCIES)}
         model.to(dtype).to(arithmetic or dtype)
         for name, buffer in frequencies.items():
             module, _, own = name.rpartition(".")
