@@ -80,8 +80,11 @@ class EnvCursor:
             self.pools[pool][row] = None
         return True
 
-    def due_pool(self, shares: Mapping[PromptPool, float]) -> PromptPool | None:
-        """The pool that lacks most draws of its share, if it lacks one. Draws while it is empty do not count."""
+    def next_pool(self, shares: Mapping[PromptPool, float]) -> PromptPool | None:
+        """Count a draw, and return the pool that lacks most draws of its share; None if none lacks a whole one.
+
+        Draws while a pool is empty do not count for it: it would get all of them in a row once it has rows.
+        """
         filled = [pool for pool in shares if self.pools[pool]]
         self.num_offered.update(filled)
         missing = {pool: shares[pool] * self.num_offered[pool] - self.num_pool_drawn[pool] for pool in filled}
@@ -232,7 +235,7 @@ class PromptBuffer:
 
     def _draw_row(self, env: EnvCursor) -> int:
         shares = {PromptPool.EASY: self.config.easy_fraction, PromptPool.HARD: self.config.hard_fraction}
-        if (pool := env.due_pool(shares)) is not None:
+        if (pool := env.next_pool(shares)) is not None:
             return env.rotate_pool(pool)
         if sum(map(len, env.pools.values())) == len(env.rows):
             logger.warning(f"All prompts of environment {env.name!r} are in the easy or hard pool: emptied the pools")

@@ -440,12 +440,11 @@ class OrchestratorConfig(TrackersConfig):
                 "teacher_model.eval_baseline needs evaluation environments: add [orchestrator.eval], or leave it out"
             )
         if teacher is not None and teacher.eval_baseline:
-            for env in self.eval_envs:
-                if env.taskset is not None:
-                    raise ValueError(
-                        f"teacher_model.eval_baseline cannot insert the context into taskset {env.id!r}, whose prompts "
-                        "are built in verifiers: leave it out, or set eval.env to environments with an id"
-                    )
+            for name in (evaluated.id for evaluated in self.eval_envs if evaluated.taskset is not None):
+                raise ValueError(
+                    f"teacher_model.eval_baseline cannot insert the context into taskset {name!r}, whose prompts are "
+                    "built in verifiers: leave it out, or set eval.env to environments with an id"
+                )
         return self
 
     def _check_outcomes(self, teacher: TeacherConfig) -> None:
