@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prime_rl.plan.config import GiB, PlanConfig
-from prime_rl.plan.memory import LOGITS, count_lora
+from prime_rl.plan.memory import LOGITS, count_critic, count_policy
 from prime_rl.plan.shapes import ModelShape
 from prime_rl.plan.speed import training_flops
 from prime_rl.runtime.core_lease import MIN_PARAMETERS
@@ -115,7 +115,8 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     rollouts, completion = config.orchestrator.batch_size, float(config.completion_tokens)
     prompts = rollouts / config.orchestrator.rollouts_per_example * config.prompt_tokens
     tokens = rollouts * completion + prompts
-    trained = count_lora(config, shape) or shape.parameters
+    policy, critic = count_policy(config, shape), count_critic(config, shape)
+    trained, frozen = policy.trained + critic.trained, policy.frozen + critic.frozen
     training = tokens * sum(training_flops(config, shape)) / (machine.flops * TRAIN_SHARE)
     training += 28.0 * trained / (machine.bandwidth * MEMORY_SHARE)
     concurrent = rollouts if config.inference is None else min(rollouts, config.inference.max_batch_size)
@@ -124,10 +125,11 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     turns = rollouts / concurrent * config.workload.turns * config.workload.latency_s
     generation = rollouts / concurrent * completion * max(computed, read) + turns
     generation += 2.0 * prompts * shape.active_parameters / (machine.flops * TRAIN_SHARE)
-    update = 6 * 4.0 * trained / (machine.bandwidth * MEMORY_SHARE)  # written, digested, read, verified, packed
+    update = 6 * 4.0 * policy.trained / (machine.bandwidth * MEMORY_SHARE)  # written, digested, read, verified, packed
     micro = config.count_micro_tokens("cpu")
     kept = 2.0 * shape.layer_bytes * micro * (shape.layers if config.trainer.model.ac is None else 1)
-    frozen = shape.parameters - trained if trained < shape.parameters else 0
+    kept *= 2 if critic.trained else 1
+    fixed = 16.0 if config.trainer.ema_decay is not None else 12.0  # weights, two moments, and their average
     cached = rollouts * (config.prompt_tokens + config.longest_completion) * 2.0 * shape.kv_bytes
     at_once = config.trainer.max_concurrent_micro_batches or (2 if shape.parameters >= MIN_PARAMETERS else 1)
     at_once = min(at_once, machine.cores)
@@ -139,7 +141,7 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
         generation=generation,
         weight_update=update,
         overlaps=config.max_async_level > 0 and machine.cores > 1,
-        trainer_bytes=(12.0 + 4.0 * at_once) * trained + 4.0 * frozen + at_once * (kept + LOGITS) + RUNTIME,
+        trainer_bytes=(fixed + 4.0 * at_once) * trained + 4.0 * frozen + at_once * (kept + LOGITS) + RUNTIME,
         engine_bytes=4.0 * held + min(cached, machine.memory / 4) + RUNTIME,
         memory=machine.memory,
     )

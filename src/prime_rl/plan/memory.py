@@ -40,76 +40,153 @@ class MemoryBreakdown:
         return f"{self.total / GiB:.1f} of {self.limit / GiB:.0f} GiB ({shown})"
 
 
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters of the trainer."""
+
+    trained: int
+    frozen: int
+
+
+def list_linear(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Linear layers of a decoder with inputs and outputs, by module name, without head and experts."""
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = {
+        "self_attn.q_proj": (hidden, queries),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (queries, hidden),
+    }
+    if shape.experts:
+        sizes["mlp.gate"] = hidden, shape.experts
+    else:
+        sizes |= {f"mlp.{name}": (hidden, shape.inner) for name in ("gate_proj", "up_proj")}
+        sizes["mlp.down_proj"] = shape.inner, hidden
+    return {f"model.layers.{i}.{name}": size for i in range(shape.layers) for name, size in sizes.items()}
+
+
 def count_lora(config: PlanConfig, shape: ModelShape) -> int:
-    """Number of LoRA parameters; 0 without LoRA."""
+    """Number of parameters of LoRA matrices, which experts do not have; 0 without LoRA."""
     lora = config.trainer.model.lora
     if lora is None:
         return 0
-    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    copies = max(shape.experts, 1)
-    sizes = {
-        "q_proj": hidden + queries,
-        "k_proj": hidden + keys,
-        "v_proj": hidden + keys,
-        "o_proj": hidden + queries,
-        "gate_proj": (hidden + shape.inner) * copies,
-        "up_proj": (hidden + shape.inner) * copies,
-        "down_proj": (hidden + shape.inner) * copies,
-    }
-    return lora.rank * shape.layers * sum(sizes.get(name, 0) for name in lora.target_modules)
+    from prime_rl.trainer.lora import match_modules  # lazy: imports torch
+
+    linear = list_linear(shape)
+    return lora.rank * sum(sum(linear[name]) for name in match_modules(linear, lora.target_modules))
+
+
+def find_saved(config: PlanConfig, shape: ModelShape) -> dict[str, int]:
+    """Parameters of the modules that `modules_to_save` trains in full, by module name."""
+    lora = config.trainer.model.lora
+    if lora is None or not lora.modules_to_save:
+        return {}
+    from prime_rl.trainer.lora import match_modules  # lazy: imports torch
+
+    sizes = {name: inputs * outputs for name, (inputs, outputs) in list_linear(shape).items()}
+    sizes |= dict.fromkeys(("model.embed_tokens", "lm_head"), shape.head_parameters)
+    if shape.experts:
+        size = shape.expert_parameters // shape.layers
+        sizes |= {f"model.layers.{i}.mlp.experts": size for i in range(shape.layers)}
+    return {name: sizes[name] for name in match_modules(sizes, lora.modules_to_save)}
+
+
+def count_policy(config: PlanConfig, shape: ModelShape) -> ParameterCounts:
+    """Parameters of the policy. With LoRA, an embedding or head that is trained in full is untied."""
+    if config.trainer.model.lora is None:
+        return ParameterCounts(shape.parameters, 0)
+    saved = find_saved(config, shape)
+    size = sum(saved.values())
+    total = shape.parameters
+    if shape.tied and {"lm_head", "model.embed_tokens"} & saved.keys():
+        total += shape.head_parameters
+    return ParameterCounts(count_lora(config, shape) + size, max(total - size, 0))
+
+
+def count_critic(config: PlanConfig, shape: ModelShape) -> ParameterCounts:
+    """Parameters of a critic with a backbone of its own: a copy of the policy without its output head."""
+    critic = config.trainer.critic
+    if critic is None or critic.backbone != "own":
+        return ParameterCounts(0, 0)
+    policy, saved = count_policy(config, shape), find_saved(config, shape)
+    if "lm_head" in saved or (not shape.tied and config.trainer.model.lora is None):
+        return ParameterCounts(policy.trained - shape.head_parameters, policy.frozen)
+    is_separate = not shape.tied or "model.embed_tokens" in saved
+    return ParameterCounts(policy.trained, policy.frozen - (shape.head_parameters if is_separate else 0))
 
 
 def logits_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims) -> float:
     """Logits of one trainer rank.
 
-    GPU kernels need one chunk in fp32 and its gradient in bf16. A vocabulary-parallel head has no kernels: its
-    log-probs are kept if they are few, and of a chunk there are a gradient and a copy.
+    GPU kernels need one chunk in fp32 and its gradient in the model's precision. A vocabulary-parallel head has no
+    kernels: its log-probs are kept if they are few, and of a chunk there are a gradient and a copy.
     """
     tokens = config.count_micro_tokens("cuda") / parallel.cp
     logits = tokens * shape.vocab / parallel.tp
     if parallel.tp == 1:
-        return 6.0 * min(logits, FUSED_CHUNK)
+        return (4.0 + count_bytes(config)) * min(logits, FUSED_CHUNK)
     kept = logits if logits <= SAVED_CHUNKS * PLAIN_CHUNK else 0
     return 4.0 * (kept + 3 * min(logits, PLAIN_CHUNK))
 
 
+def count_bytes(config: PlanConfig) -> int:
+    """Bytes of a weight of the model on a GPU."""
+    return {"float32": 4, "float64": 8}.get(config.trainer.model.dtype, 2)
+
+
 def trainer_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims) -> MemoryBreakdown:
-    """One rank: sharded fp32 parameters, gradients and moments, gathered bf16 layers, saved activations."""
+    """One rank: sharded fp32 parameters, gradients and moments, gathered layers, saved activations.
+
+    A critic with a backbone of its own is a second model whose activations are stored at the same time.
+    """
     model, dims = config.trainer.model, parallel
     split = dims.tp * dims.pp
     shards = (dims.dp_shard or 1) * dims.cp * split
-    total, trained = shape.parameters, count_lora(config, shape) or shape.parameters
-    frozen = total - trained if trained < total else 0
-    # A single rank keeps a bf16 copy of its fp32 parameters; several ranks gather one layer at a time.
-    gathered = total / split if shards == split else 2 * (total - shape.head_parameters) / shape.layers / split
-    gathered = 0.0 if frozen else gathered + (shape.head_parameters / split if shards > split else 0)
+    policy, critic = count_policy(config, shape), count_critic(config, shape)
+    trained, frozen = policy.trained + critic.trained, policy.frozen + critic.frozen
+    width, wide = count_bytes(config), max(count_bytes(config), 4)
+    num_models = 2 if critic.trained else 1
+    # A single rank keeps a copy of masters that are in fp32 or on the CPU; several ranks gather one layer at a time.
+    if shards > split:
+        gathered = 2 * (shape.parameters - shape.head_parameters) / shape.layers / split
+        gathered = 0.0 if frozen else gathered + shape.head_parameters / split
+    else:
+        gathered = trained / split if width < wide or model.optim_cpu_offload else 0.0
     tokens = config.count_micro_tokens("cuda") / dims.cp
-    layers = shape.layers / dims.pp
+    layers, layer_bytes = shape.layers / dims.pp, shape.layer_bytes * width / 2  # those of a shape are in bf16
     flows = dims.pp if dims.pp > 1 else 1  # micro-batches in flight in a pipeline
     if model.ac is None:
-        activations = layers * shape.layer_bytes / dims.tp * tokens * flows
+        activations = layers * layer_bytes / dims.tp * tokens * flows
     else:
-        inputs = 0.0 if model.ac_offloading else 2.0 * shape.hidden * layers / model.ac.freq
-        recomputed = shape.layer_bytes / dims.tp * (layers * (1 - 1 / model.ac.freq) + 1)
-        matrices = 0.45 * shape.layer_bytes / dims.tp * layers if model.ac.mode == "selective" else 0.0
+        inputs = 0.0 if model.ac_offloading else width * shape.hidden * layers / model.ac.freq
+        recomputed = layer_bytes / dims.tp * (layers * (1 - 1 / model.ac.freq) + 1)
+        matrices = 0.45 * layer_bytes / dims.tp * layers if model.ac.mode == "selective" else 0.0
         activations = (inputs + recomputed + matrices) * tokens * flows
-    optimizer = 0.0 if model.optim_cpu_offload else 8.0 * trained / shards
+    on_gpu = 0.0 if model.optim_cpu_offload else trained / shards
+    # Sharded frozen weights are loaded in fp32 if others of the model are trained in full.
+    loaded_wide = shards > split and (config.trainer.critic is not None or find_saved(config, shape))
     parts = {
-        "parameters": (0.0 if model.optim_cpu_offload else 4.0) * trained / shards + 2.0 * frozen / shards,
-        "gradients": 4.0 * trained / shards,
-        "moments": optimizer,
-        "gathered": 2.0 * gathered,
-        "activations": activations,
+        "parameters": wide * on_gpu + (wide if loaded_wide else width) * frozen / shards,
+        "gradients": wide * trained / shards,
+        "moments": 2 * wide * on_gpu,
+        "moving average": 4.0 * on_gpu if config.trainer.ema_decay is not None else 0.0,
+        "gathered": width * gathered,
+        "activations": num_models * activations,
         "logits": logits_memory(config, shape, parallel),
         "runtime": RUNTIME,
     }
     return MemoryBreakdown(parts, config.cluster.spec.memory * GiB)
 
 
+def count_engine_scale(config: PlanConfig) -> int:
+    """Bytes of a number in an engine, relative to bf16."""
+    return 2 if config.inference is not None and config.inference.model.dtype == "float32" else 1
+
+
 def engine_memory(config: PlanConfig, shape: ModelShape) -> MemoryBreakdown:
     """One GPU of an engine, without the KV cache."""
     assert config.inference is not None
-    weights = 2.0 * shape.parameters / config.inference.parallel.tp
+    weights = 2.0 * count_engine_scale(config) * shape.parameters / config.inference.parallel.tp
     limit = GPU_MEMORY_UTILIZATION * config.cluster.spec.memory * GiB
     return MemoryBreakdown({"weights": weights, "runtime": RUNTIME + 2 * LOGITS}, limit)
 
@@ -119,4 +196,4 @@ def cache_tokens(config: PlanConfig, shape: ModelShape) -> float:
     assert config.inference is not None
     memory, tp = engine_memory(config, shape), config.inference.parallel.tp
     free = max(memory.limit - memory.total, 0.0)
-    return free / (shape.kv_bytes / min(tp, shape.kv_heads))
+    return free / (count_engine_scale(config) * shape.kv_bytes / min(tp, shape.kv_heads))

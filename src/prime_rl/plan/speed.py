@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prime_rl.plan.config import Gpu, PlanConfig
-from prime_rl.plan.memory import cache_tokens, count_lora
+from prime_rl.plan.memory import cache_tokens, count_lora, count_policy
 from prime_rl.plan.shapes import ModelShape
 from prime_rl.trainer.config import ParallelDims
 
@@ -72,7 +72,7 @@ def train(config: PlanConfig, shape: ModelShape, parallel: ParallelDims, num_gpu
     token_s = matrices / (peak * share.matmul) + experts / (peak * share.experts) + attention / (peak * share.attention)
     micros = max(tokens / (num_gpus * config.count_micro_tokens("cuda")), 1.0)
     bubble = 1 + (parallel.pp - 1) / max(micros * parallel.pp * parallel.pp_stages, 1)
-    trained = count_lora(config, shape) or shape.parameters
+    trained = count_policy(config, shape).trained
     link = link_speed(config, gpu, num_gpus) * share.link
     shards = (parallel.dp_shard or 1) * parallel.cp
     moved = (2.0 + 2.0) * shape.parameters * (shards > 1) + 4.0 * trained * (num_gpus > 1)
@@ -153,9 +153,8 @@ def prefill_s(config: PlanConfig, shape: ModelShape, rollouts: float) -> float:
 
 def weight_update_s(config: PlanConfig, shape: ModelShape, engines: int) -> float:
     """Weight update: written once and read by all engines in parallel, or sent to each engine."""
-    adapter = count_lora(config, shape)
-    merged = config.trainer.model.lora is not None and config.trainer.model.lora.merge
-    size = 2.0 * (adapter if adapter and not merged else shape.parameters)
+    lora = config.trainer.model.lora
+    size = 2.0 * (shape.parameters if lora is None or lora.merge else count_policy(config, shape).trained)
     if config.weight_broadcast.type == "filesystem":
         return 2 * size / (config.cluster.disk_gbs * 1e9)
     gigabytes = size / 1e9

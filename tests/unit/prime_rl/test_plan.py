@@ -20,7 +20,9 @@ from prime_rl.plan.memory import (
     PLAIN_CHUNK,
     SAVED_CHUNKS,
     cache_tokens,
+    count_critic,
     count_lora,
+    count_policy,
     logits_memory,
     trainer_memory,
 )
@@ -29,10 +31,11 @@ from prime_rl.plan.report import describe
 from prime_rl.plan.shapes import KNOWN, parse_shape, read_shape
 from prime_rl.plan.speed import generate, quantiles, train, training_flops, weight_update_s
 from prime_rl.plan.split import choose_split, possible_splits
-from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora
+from prime_rl.trainer.lora import LoraSpec, add_lora
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.value import add_critic
 from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.rl_losses import logprobs
 
@@ -74,13 +77,31 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert parse_shape(FAMILIES[name]).parameters == sum(matrices.values()) - routers
 
 
-def test_parameters_of_an_adapter_are_those_of_the_model() -> None:
-    model = CausalLM(DecoderConfig.from_hf(SMALL))
-    config = parse("--trainer.model.lora.rank 4")
-    lora = config.trainer.model.lora
-    assert lora is not None
-    add_lora(model, LoraSpec(rank=4, alpha=8.0, target_modules=tuple(lora.target_modules)), seed=0)
-    assert count_lora(config, parse_shape(SMALL)) == sum(t.numel() for t in adapter_tensors(model).values())
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "lora",
+    [
+        None,
+        {},
+        {"target_modules": ["q_proj", "model.layers.0.*o_proj"]},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens", "o_proj"], "target_modules": ["k_proj"]},
+    ],
+)
+def test_trained_parameters_are_those_of_the_model(lora: dict[str, Any] | None, name: str) -> None:
+    """Of the policy, and of a critic with a backbone of its own. Experts have no adapters; norms are not counted."""
+    values = {"lora": None if lora is None else {"rank": 4, "merge": True, **lora}}
+    config = PlanConfig.model_validate({"trainer": {"model": values, "critic": {"backbone": "own"}}})
+    model, shape = CausalLM(DecoderConfig.from_hf(FAMILIES[name])), parse_shape(FAMILIES[name])
+    if (section := config.trainer.model.lora) is not None:
+        add_lora(model, LoraSpec(4, 8.0, 0.0, tuple(section.target_modules), tuple(section.modules_to_save)))
+    assert count_lora(config, shape) == sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n)
+    add_critic(model, "own")
+    own = [(n.startswith("value."), p.requires_grad, p.numel()) for n, p in model.named_parameters()]
+    for is_critic, counts in enumerate((count_policy(config, shape), count_critic(config, shape))):
+        for is_trained, count in ((True, counts.trained), (False, counts.frozen)):
+            found = sum(size for which, trained, size in own if (which, trained) == (bool(is_critic), is_trained))
+            assert count == pytest.approx(found, rel=0.01, abs=2500), "without norms and routers"
 
 
 def test_layer_activations_match_the_plan() -> None:
@@ -184,6 +205,12 @@ def test_more_of_everything_costs_more() -> None:
     assert memory("", 4) < plain and memory("--trainer.model.ac") < memory("--trainer.model.ac.freq 2") < plain
     assert memory("--trainer.model.lora") < plain and memory("--trainer.model.optim-cpu-offload") < plain
     assert memory("--trainer.parallel.cp 2") < plain and memory("--trainer.parallel.tp 2") < plain
+    assert memory("--trainer.ema-decay 0.9") == plain + 4 * shape.parameters / 2
+    own = memory("--trainer.critic.lr 1e-5")
+    assert own > plain + 16 * shape.parameters / 2 and memory("--trainer.critic.backbone shared") == plain
+    assert memory("--trainer.model.dtype float32") > 1.2 * plain
+    saved = memory("--trainer.model.lora.merge --trainer.model.lora.modules-to-save embed_tokens")
+    assert saved > memory("--trainer.model.lora") + 16 * shape.head_parameters / 2
 
     def seconds(line: str) -> Any:
         return generate(parse(line), shape, 2)
@@ -313,6 +340,11 @@ def test_cpu_estimate_follows_work_and_speed() -> None:
     assert longer.training > base.training and longer.generation > base.generation
     adapter = estimate_cpu(parse(f"{SMALL_RUN} --trainer.model.lora.rank 8"), shape, MACHINE)
     assert adapter.trainer_bytes < base.trainer_bytes - 8 * shape.parameters
+    average = estimate_cpu(parse(f"{SMALL_RUN} --trainer.ema-decay 0.9"), shape, MACHINE)
+    assert average.trainer_bytes == base.trainer_bytes + 4 * shape.parameters
+    critic = estimate_cpu(parse(f"{SMALL_RUN} --trainer.critic.lr 1e-5"), shape, MACHINE)
+    assert critic.trainer_bytes > base.trainer_bytes + 16 * shape.parameters
+    assert critic.weight_update == base.weight_update
     assert not estimate_cpu(config, KNOWN["Qwen/Qwen3-8B"], MACHINE).fits
     single = estimate_cpu(parse(f"{SMALL_RUN} --trainer.max-concurrent-micro-batches 1"), shape, MACHINE)
     assert base.trainer_bytes > single.trainer_bytes + 4 * shape.parameters, "a second micro-batch has gradients too"
