@@ -383,7 +383,7 @@ class PreparedDecoder:
         self.layers: list[PreparedLayer] = []
         self.head: PackedLinear | None = None
         self._addresses: list[int] = []
-        if type(model).logits is not CausalLM.logits:
+        if model.config.logit_cap is not None:  # `CausalLM.logits` of the model applies it
             return
         weight_dtype = weight_dtype or dtype
         self.head = PackedLinear(["lm_head"], [model.lm_head], exact_sums, weight_dtype)

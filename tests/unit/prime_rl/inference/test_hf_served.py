@@ -35,9 +35,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 8, "logit_scale": 0.25},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "falcon": {},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": 0.5},
     "mamba": {"state_size": 4},
 }
-RECOMPUTED = ("falcon", "mamba")
+RECOMPUTED = ("falcon", "gemma2", "mamba")
 EXPERTS = ("mixtral",)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.forward import compute_head, compute_table
 from prime_rl.trainer.model import load_model, resolve_placement
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.decoder_config import choose_impl
@@ -37,6 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 16}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 16}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
     "qwen2": ("Qwen2Config", {}),
@@ -261,13 +263,38 @@ def test_an_adapter_of_any_family_loads_in_peft(tmp_path: Path) -> None:
     )
 
 
-def test_unsupported_logits_are_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cap", [0.05, 30.0])
+def test_logprobs_have_the_logit_cap_of_transformers(
+    cap: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import transformers
 
-    capped = transformers.Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=0.01)
-    transformers.AutoModelForCausalLM.from_config(capped).save_pretrained(tmp_path / "gemma2")
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM computes its logits in an unsupported way"):
-        build_backend(make_config(tmp_path / "gemma2", tmp_path))
+    monkeypatch.setitem(FAMILIES, "gemma2", ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": cap}))
+    base = save_model("gemma2", tmp_path)
+    backend = build_backend(make_config(base, tmp_path))
+    assert backend.model.config.logit_cap == cap
+    sequences = [torch.arange(n) * 7 % 320 for n in (20, 11)]
+    theirs = compute_their_logits(transformers.AutoModelForCausalLM.from_pretrained(base), sequences).log_softmax(-1)
+    labels = torch.cat(sequences).roll(-1)
+    expected = theirs.gather(-1, labels[:, None]).squeeze(-1)
+    with torch.no_grad():
+        positions = torch.cat([torch.arange(len(ids)) for ids in sequences])
+        hidden = backend.model(torch.cat(sequences), positions, PackedAttention([20, 11]))
+        rows, ones = torch.arange(len(labels)), torch.ones(len(labels))
+        logprobs, entropy = compute_head(hidden, rows, labels, ones, backend.model, backend.mesh)
+        table = compute_table(hidden, rows, ones, None, backend.model)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, -(theirs.exp() * theirs).sum(-1), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(table, theirs, atol=1e-5, rtol=1e-5)
+    served = compute_logits(backend.model, sequences).log_softmax(-1)
+    torch.testing.assert_close(served, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_unsupported_logits_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.trainer.models.hf_model.find_head_scale", lambda config: 1.0)
+    base = save_model("granite", tmp_path)
+    with pytest.raises(ValueError, match="GraniteForCausalLM computes its logits in an unsupported way"):
+        build_backend(make_config(base, tmp_path))
 
 
 def test_random_weights_are_a_function_of_the_seed(tmp_path: Path) -> None:
