@@ -12,8 +12,8 @@ from prime_rl.monitor.distillation import DistillationScores, count_skipped, lat
 from prime_rl.monitor.run_kind import RunKind, find_kind
 from prime_rl.monitor.series import Series, join_processes
 from prime_rl.monitor.trend import MIN_EVIDENCE, exceeds, find_trend
+from prime_rl.telemetry.advice import MORE_SERVERS
 from prime_rl.telemetry.busy_intervals import Interval
-from prime_rl.telemetry.health_checks import MORE_SERVERS
 
 Lanes = Mapping[str, Sequence[tuple[str, float, float, int]]]
 """Process -> (what, start, end, step), times in seconds."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -101,11 +102,25 @@ def _send_again(unraisable: sys.UnraisableHookArgs) -> None:
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
         return
-    from threading import Timer  # raised from here, it would be swallowed again
+    from threading import Thread
 
-    again = Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
-    again.daemon = True
-    again.start()
+    Thread(target=_wait_and_send, name="interrupt", daemon=True).start()
+
+
+def _wait_and_send() -> None:
+    """Send the signal once the main thread has left the hook, which would swallow it again."""
+    import threading
+
+    def is_in_hook() -> bool:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_code is not _send_again.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    time.sleep(AGAIN_S)
+    while is_in_hook():
+        time.sleep(AGAIN_S)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _imports(frame: FrameType | None) -> bool:

@@ -13,6 +13,7 @@ from itertools import groupby
 
 from loguru import logger
 
+from prime_rl.telemetry.advice import MORE_SERVERS
 from rollouts.training.types import Sample, Status
 
 ENOUGH = 8
@@ -29,7 +30,6 @@ WINDOW = 10
 STARVED = 0.6
 COLLAPSED_KL = 1e-3
 COLLAPSED_REWARD = 0.5
-MORE_SERVERS = "add inference servers (orchestrator.client.base_url; with vLLM also inference.parallel.dp)"
 
 
 class OnceWarner:

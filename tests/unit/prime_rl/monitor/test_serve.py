@@ -121,7 +121,7 @@ def test_pages_are_notified_of_findings(tmp_path: Path) -> None:
     live = LiveRun(open_run(run_dir))
     live.start()
     try:
-        wait_until(lambda: len(live.index) == 24)
+        wait_until(lambda: len(live.index) == 24 and live.changes > 1)
         live.update(0)
         live._due = time.monotonic() + 0.5
         live._notify()
