@@ -106,7 +106,7 @@ class GroupGenerator:
                 self.last_error = self.teacher.last_error
                 raise GroupDropped(DropReason.TOO_FEW)
         for sample in samples:
-            sample.metadata.pop("asked", None)
+            sample.metadata.pop("chat_request", None)
             # The text is used only in records, batches and checkpoints from here on: redact secrets.
             sample.prompt, sample.response, sample.error = redact_fields([sample.prompt, sample.response, sample.error])
             sample.metadata = redact_fields(sample.metadata)

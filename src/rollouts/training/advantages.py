@@ -48,10 +48,10 @@ def compute_group_advantages(
         raise ValueError(f"rewards {list(rewards)} contain a value that is not finite: fix the reward function")
     if baseline != "none" and (not rewards or max(rewards) == min(rewards)):
         return [0.0] * len(rewards)
-    centred = _centre(rewards, baseline, lengths)
+    centered = _center(rewards, baseline, lengths)
     if not std:
-        return centred
-    return _divide(centred, rewards)
+        return centered
+    return _divide(centered, rewards)
 
 
 def compute_batch_advantages(
@@ -247,21 +247,21 @@ def _divide_by_mean(values: Sequence[float], rewards: Sequence[float]) -> list[f
     return [value / mean if mean > STD_FLOOR else 0.0 for value in values]
 
 
-def _centre(rewards: Sequence[float], baseline: Baseline, lengths: Sequence[int] | None) -> list[float]:
+def _center(rewards: Sequence[float], baseline: Baseline, lengths: Sequence[int] | None) -> list[float]:
     if baseline == "none":
         return list(rewards)
     if baseline == "length_weighted":
         if lengths is None or len(lengths) != len(rewards):
             raise ValueError(f"length_weighted needs the {len(rewards)} lengths of the rollouts, got {lengths}")
         total = sum(lengths)
-        centre = (
+        center = (
             math.fsum(r * n for r, n in zip(rewards, lengths, strict=True)) / total
             if total
             else math.fsum(rewards) / len(rewards)
         )
-        return compute_advantages(rewards, centre)
-    centred = compute_advantages(rewards, math.fsum(rewards) / len(rewards))
+        return compute_advantages(rewards, center)
+    centered = compute_advantages(rewards, math.fsum(rewards) / len(rewards))
     if baseline == "mean":
-        return centred
+        return centered
     n = len(rewards)
-    return [value * n / (n - 1) for value in centred]
+    return [value * n / (n - 1) for value in centered]

@@ -133,7 +133,7 @@ def test_overlong_answers_lose_reward_over_the_last_tokens() -> None:
 
 
 @given(rewards_lists)
-def test_centred_estimators_sum_to_zero(rewards: list[float]) -> None:
+def test_centered_estimators_sum_to_zero(rewards: list[float]) -> None:
     for baseline in ("mean", "leave_one_out"):
         assert math.fsum(compute_group_advantages(rewards, baseline=baseline)) == pytest.approx(0, abs=1e-9)
 

@@ -277,7 +277,7 @@ class BaselineEvaluator:
         found = []
         for group, row in zip(groups, rows, strict=False):
             for sample in (sample for rollout in group for sample in rollout_to_samples(rollout)):
-                chat_request = sample.metadata.get("asked")
+                chat_request = sample.metadata.get("chat_request")
                 if chat_request is None:
                     continue
                 key = "prompt" if "prompt" in chat_request else "messages"

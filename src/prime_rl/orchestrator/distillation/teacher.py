@@ -139,7 +139,7 @@ class Teacher:
 
     async def _build_prompt(self, sample: Sample, env: str, context: Any, client: Any) -> tuple[list[int], int]:
         """The teacher's tokens and the start of the sampled ones."""
-        chat_request, start = sample.metadata.get("asked"), sample.loss_mask.index(1.0)
+        chat_request, start = sample.metadata.get("chat_request"), sample.loss_mask.index(1.0)
         if not context:
             return sample.tokens, start
         if chat_request is None:

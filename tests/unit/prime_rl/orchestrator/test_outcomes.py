@@ -141,7 +141,7 @@ PROMPTS: list[str] = []
 def score(teacher: dict[str, Any], outcomes: Sequence[RolloutOutcome], copies: int = 1) -> list[Sample]:
     samples = []
     for one in outcomes:
-        metadata = {"asked": {"messages": ROW["prompt"]}, "feedback": one.feedback}
+        metadata = {"chat_request": {"messages": ROW["prompt"]}, "feedback": one.feedback}
         prompt = [ord(character) for character in "1+1?"]
         sample = Sample("", one.completion, [*prompt, 9], [0.0] * 4 + [1.0], one.reward, 0, one.index, metadata)
         samples.append(sample)

@@ -251,7 +251,7 @@ def read_prompts(server: RunningServer, context_position: str, chat: list[dict[s
         student = await client.tokenize({"model": teacher.model, "messages": chat})
         seen.append(decode(student))
         sample = Sample(prompt="", tokens=[*student, 99], loss_mask=[0.0] * len(student) + [1.0])
-        sample.metadata = {"asked": {"messages": chat}}
+        sample.metadata = {"chat_request": {"messages": chat}}
         await teacher.score_group([sample], "rows", {}, client)
         assert teacher.last_error is None
         for opened in (client, *teacher.scorer.clients):
@@ -351,7 +351,9 @@ def test_overlong_teacher_prompts_are_dropped(server: RunningServer) -> None:
     async def run() -> list[Sample]:
         [client] = build_clients(config.client)
         tokens = [*b"ab", 99]
-        sample = Sample(prompt="", tokens=tokens, loss_mask=[0, 0, 1.0], metadata={"asked": {"messages": [USER]}})
+        sample = Sample(
+            prompt="", tokens=tokens, loss_mask=[0, 0, 1.0], metadata={"chat_request": {"messages": [USER]}}
+        )
         has_teacher = await teacher.score_group([sample], "rows", {}, client)
         for opened in (client, *teacher.scorer.clients):
             await opened.close()

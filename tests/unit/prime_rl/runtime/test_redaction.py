@@ -199,7 +199,7 @@ def test_samples_and_metrics_hold_no_secrets(tmp_path: Path) -> None:
 
 
 def test_batches_hold_no_secrets_and_the_same_tokens() -> None:
-    metadata = {"asked": {"prompt": SECRET}, "completion": [{"content": SECRET}], "env": "e"}
+    metadata = {"chat_request": {"prompt": SECRET}, "completion": [{"content": SECRET}], "env": "e"}
     sample = Sample(prompt=SECRET, response=SECRET, error=SECRET, tokens=[int(DIGITS)], metadata=metadata)
     [sample] = anyio.run(GroupGenerator._add_teacher_logprobs, SimpleNamespace(teacher=None), 0, [sample], {}, None)
     assert (sample.prompt, sample.response, sample.error, sample.tokens) == ("***", "***", "***", [int(DIGITS)])
