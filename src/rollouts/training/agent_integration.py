@@ -84,8 +84,8 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
 
     So branches of a conversation may alternate, and every sampled token has a mask of 1 in exactly one sample.
 
-    `metadata["chat_request"]` is the chat request of the sample's prompt, if the server rendered it. Turns without sampled
-    tokens are skipped. Turns of several seats are merged seat by seat, each with the reward of its own. Raises
+    `metadata["chat_request"]` is the chat request of the sample's prompt, if the server rendered it. Turns without
+    sampled tokens are skipped. Turns of several seats are merged seat by seat, each with the reward of its own. Raises
     `ValueError` if a turn's log-probs and tokens differ in number, or if it was sampled under a grammar: its log-probs
     are then those of the allowed tokens, not those of the trained policy.
     """
