@@ -148,11 +148,12 @@ def find_available_memory() -> float:
     [line] = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
     available = 1024.0 * int(line.split()[1])
     try:
-        limit, used, stat = ((CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+        limit, used = ((CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current"))
     except OSError:  # no control group with a limit
         return available
     if limit.strip() == "max":
         return available
-    counts = dict(line.split() for line in stat.splitlines())
+    stat = CONTROL_GROUP / "memory.stat"
+    counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
     cached = int(counts.get("inactive_file", 0))  # contents of files, which the system drops when memory is short
     return min(available, float(int(limit) - int(used) + cached))

@@ -118,6 +118,7 @@ class AdapterStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._damaged: set[Path] = set()
         root.mkdir(parents=True, exist_ok=True)
         for unfinished in root.glob("*/*/.tmp-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -137,7 +138,8 @@ class AdapterStore:
         A request that is executed again after a restart finds its own checkpoint, which stays.
         """
         final = self.directory(info.model_id, info.kind, info.name)
-        if final.exists() and (saved := _read_info(final / INFO_FILE)).request_id == info.request_id:
+        saved = self._find_info(final / INFO_FILE)
+        if saved is not None and saved.request_id == info.request_id:
             return saved
         if final.exists() and not overwrite:
             raise ValueError(f"{info.path} exists: choose another name, or overwrite=True")
@@ -172,7 +174,7 @@ class AdapterStore:
     def find(self, path: str, owner: str) -> AdapterCheckpoint:
         """A checkpoint that `owner` may read; `NotFound` otherwise."""
         model_id, kind, name = split_path(path)
-        info = _find_info(self.directory(model_id, kind, name) / INFO_FILE)
+        info = self._find_info(self.directory(model_id, kind, name) / INFO_FILE)
         if info is None or info.model_id != model_id or not (info.public or info.owner == owner):
             raise NotFound(f"there is no checkpoint {path} for this API key")
         return info
@@ -215,23 +217,20 @@ class AdapterStore:
     def _all(self) -> Iterator[AdapterCheckpoint]:
         for kind in KINDS:
             for file in self.root.glob(f"*/{kind}/*/{INFO_FILE}"):
-                if not file.parent.name.startswith(".") and (info := _find_info(file)) is not None:
+                if not file.parent.name.startswith(".") and (info := self._find_info(file)) is not None:
                     yield info
 
-
-def _find_info(file: Path) -> AdapterCheckpoint | None:
-    """None for a checkpoint that is not there, or no longer, and for a damaged one, which is logged."""
-    try:
-        return _read_info(file)
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError) as error:
-        logger.warning(f"Skipping a damaged checkpoint, {file}: {error}")
-        return None
-
-
-def _read_info(file: Path) -> AdapterCheckpoint:
-    return AdapterCheckpoint(**read_json_file(file))
+    def _find_info(self, file: Path) -> AdapterCheckpoint | None:
+        """None for a checkpoint that is not there, or no longer, and for a damaged one, which is logged once."""
+        try:
+            return AdapterCheckpoint(**read_json_file(file))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            if file not in self._damaged:
+                logger.warning(f"Skipping a damaged checkpoint, {file}: {error}")
+            self._damaged.add(file)
+            return None
 
 
 def _write_info(directory: Path, info: AdapterCheckpoint) -> None:

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from loguru import logger
 
 from prime_rl.training_api.checkpoints import INFO_FILE, AdapterCheckpoint, AdapterStore, NotFound, _write_info
 from rollouts.training import steps
@@ -47,7 +48,11 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path: Path, content: bytes) -> Non
     store = AdapterStore(tmp_path)
     broken, whole = (publish(store, name) for name in ("broken", "whole"))
     (store.directory(broken.model_id, "weights", "broken") / INFO_FILE).write_bytes(content)
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING")
     assert store.find_all("owner") == store.find_expired() == [whole]
+    logger.remove(sink)
+    assert len(lines) == 1 and "broken" in lines[0], "it is looked for every few seconds"
     store.delete_ephemeral([])
     with pytest.raises(NotFound):
         store.find(broken.path, "owner")
