@@ -294,9 +294,7 @@ def check_vllm_options(config: InferenceConfig) -> None:
     if config.model.quantization is not None:
         raise ValueError("model.quantization is for the embedded engine; vLLM's is --vllm.quantization")
     if not config.speculation:
-        raise ValueError(
-            "speculation = false is for the embedded engine: leave it out, vLLM has it off by default"
-        )
+        raise ValueError("speculation = false is for the embedded engine: leave it out, vLLM has it off by default")
     if config.server.drain_timeout != type(config.server)().drain_timeout:
         raise ValueError(
             "server.drain_timeout is for the embedded engine: leave it out; vLLM's is --vllm.shutdown-timeout"
