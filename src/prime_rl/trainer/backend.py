@@ -35,12 +35,12 @@ from prime_rl.trainer.model import (
     DeviceConfig,
     build_adapter_spec,
     find_base_name,
-    limit_threads,
     load_model,
     resolve_placement,
 )
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.moe import Experts, compute_imbalance, pop_expert_load, record_expert_load
+from prime_rl.trainer.models.placement import limit_threads
 from prime_rl.trainer.models.value import VALUE, ValueModel, add_critic, without_critic
 from prime_rl.trainer.optim import MasterWeights, build_optimizer, build_schedule
 from prime_rl.trainer.parallel.gradients import Gradients

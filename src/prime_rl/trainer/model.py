@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +13,10 @@ from prime_rl.trainer.lora import LoraSpec, add_lora
 from prime_rl.trainer.models.attention import has_flash
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import AttentionMode, choose_impl
+from prime_rl.trainer.models.placement import find_device, find_dtype
 from prime_rl.trainer.models.registry import load_causal_lm
 from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.kernels.linear import Linear
-
-FEW_CORES = 4
-"""Up to this many cores, use one thread: the processes of a run oversubscribe the cores otherwise."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +36,15 @@ def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int =
 
     Each `local_rank` uses its own GPU. Several ranks exchange tensors in `dtype`, so they also compute in it.
     """
-    has_gpu = torch.cuda.is_available()
-    name = config.device if config.device != "auto" else ("cuda" if has_gpu else "cpu")
-    name = f"cuda:{local_rank}" if name == "cuda" else name
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"model.device {name!r} is not a device: use auto, cpu or cuda:0") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"model.device {name!r} is not supported: use auto, cpu or cuda:0")
-    if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
-        raise ValueError(f"model.device is {name!r} but this machine has {torch.cuda.device_count()} GPUs: use cpu")
-    if device.type == "cuda" and local_rank and device.index != local_rank:
-        raise ValueError(f"model.device is {name!r}, a single GPU for all ranks: use cuda for one GPU per rank")
+    device = find_device(config.device)
     is_gpu = device.type == "cuda"
-    dtype = getattr(torch, config.dtype) if config.dtype != "auto" else torch.bfloat16 if is_gpu else torch.float32
+    if device == torch.device("cuda"):
+        device = find_device(f"cuda:{local_rank}")
+    if is_gpu and local_rank and device.index != local_rank:
+        raise ValueError(
+            f"model.device is {config.device!r}, a single GPU for all ranks: use cuda for one GPU per rank"
+        )
+    dtype = find_dtype(config.dtype, device)
     may_be_exact = not is_gpu and not isinstance(config, SFTModelConfig) and config.compile is None
     may_be_exact = may_be_exact and config.attn in ("auto", "exact")
     arithmetic = arithmetic_dtype(dtype, device, may_be_exact) if num_ranks == 1 else dtype
@@ -122,14 +113,3 @@ def find_base_name(name: str, model_dir: Path) -> str:
     """Base model name in the adapter config: the hub id, or the directory of a local model."""
     is_local = Path(name).expanduser().is_dir() or (ASSETS_DIR / name).is_dir()
     return str(model_dir) if is_local else name
-
-
-def limit_threads() -> int:
-    """Set the number of threads to OMP_NUM_THREADS, by default one on few cores; returns it."""
-    cores = os.cpu_count() or 1
-    configured = os.environ.get("OMP_NUM_THREADS", "")
-    num_threads = (
-        int(configured) if configured.isdigit() and int(configured) > 0 else (1 if cores <= FEW_CORES else cores // 2)
-    )
-    torch.set_num_threads(num_threads)
-    return num_threads

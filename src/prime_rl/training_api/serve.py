@@ -121,7 +121,7 @@ def build_service(config: ServeConfig) -> TrainingService:
     from prime_rl.inference.embedded.loading import load_eos_ids
     from prime_rl.runtime.machine import keep_freed_memory
     from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
-    from prime_rl.trainer.model import limit_threads
+    from prime_rl.trainer.models.placement import limit_threads
     from prime_rl.trainer.models.registry import load_causal_lm
     from prime_rl.training_api.adapters import AdapterTrainer
     from prime_rl.training_api.checkpoints import AdapterStore

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from loguru import logger
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from prime_rl.runtime.core_lease import open_core_lease
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.models.causal_lm import tensor_names
+from prime_rl.trainer.models.placement import find_device, find_dtype, limit_threads
 from prime_rl.trainer.models.registry import load_causal_lm, load_hf_config, read_files
 from prime_rl.transport.broadcast import Broadcast, ReceivedWeights, receive_weights
 from prime_rl.transport.deltas import is_delta, read_version
@@ -30,8 +29,6 @@ from prime_rl.transport.weights import read_manifest, verify_tensors
 from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import is_complete
 from rollouts.training.tensor_files import MappedTensors
-
-FEW_CORES = 4
 
 
 @dataclass(frozen=True)
@@ -80,14 +77,14 @@ class WeightReader:
 
     def receive_step(self, broadcast: Broadcast, step: int) -> ReceivedWeights:
         """Receive a version from the trainer, verified against its manifest."""
-        return receive_weights(broadcast, step, self.config.name, _find_device(self.config.model.device))
+        return receive_weights(broadcast, step, self.config.name, find_device(self.config.model.device))
 
 
 def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, tokenizer: Any = None) -> EmbeddedEngine:
     """Load the model and build the engine, with grammars if a tokenizer is given; `ValueError` names an invalid key."""
-    device = _find_device(config.model.device)
-    dtype = _find_dtype(config.model.dtype, device)
-    torch.set_num_threads(_count_threads())
+    device = find_device(config.model.device)
+    dtype = find_dtype(config.model.dtype, device)
+    limit_threads()
     debug = config.model.debug
     model = load_causal_lm(
         model_dir,
@@ -141,30 +138,3 @@ def load_eos_ids(model_dir: Path) -> list[int]:
     if ids is None and (model_dir / "tokenizer.json").is_file():
         ids = load_tokenizer(str(model_dir)).eos_token_id
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def _find_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"model.device {name!r} is not a device: use auto, cpu or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"model.device is {name!r} but torch finds no GPU: use auto or cpu")
-    return device
-
-
-def _find_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
-def _count_threads() -> int:
-    """OMP_NUM_THREADS if set; else one thread on few cores, since trainer and engine share them."""
-    value = os.environ.get("OMP_NUM_THREADS", "")
-    if value.isdigit() and int(value) > 0:
-        return int(value)
-    cores = os.cpu_count() or 1
-    return 1 if cores <= FEW_CORES else cores // 2

@@ -491,17 +491,6 @@ def test_runs_of_shared_columns() -> None:
     assert find_runs(tables[3]) == [(i, i + 1) for i in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("variable", "cores", "threads"), [("", 4, 1), ("", 5, 2), ("", 16, 8), ("3", 16, 3), ("0", 16, 8), ("two", 2, 1)]
-)
-def test_threads_follow_the_variable_or_the_cores(
-    monkeypatch: pytest.MonkeyPatch, variable: str, cores: int, threads: int
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    assert loading._count_threads() == threads
-
-
 def test_memory_is_reserved_for_running_sequences_only(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EmbeddedEngine(build_model(0), max_running=2)
     blocks, reserved = engine._blocks, []
