@@ -172,11 +172,11 @@ def report_failure(failure: ChildFailed) -> int:
 def submit_deployment(config: RLConfig) -> int:
     """Write the files of a deployment and submit it. A single-node run prepares its output directory on the node."""
     from prime_rl.deployment.launch import build_files, deploy
-    from prime_rl.launcher.cluster_layout import is_single_node, lay_out
+    from prime_rl.launcher.cluster_layout import is_single_node, plan_cluster
 
     deployment = config.deployment
     assert deployment.type != "local"
-    layout, configs = lay_out(config)
+    layout, configs = plan_cluster(config)
     build_files(layout, configs, deployment, config.output_dir)  # raises before any file is moved
     if not is_single_node(deployment, config.inference is not None) and deployment.type != "kubernetes":
         with lock_output_dir(config.output_dir):
@@ -190,9 +190,9 @@ def preview(config: RLConfig) -> str | None:
     if config.deployment.type == "local":
         return None
     from prime_rl.deployment.launch import build_files, show_files
-    from prime_rl.launcher.cluster_layout import lay_out
+    from prime_rl.launcher.cluster_layout import plan_cluster
 
-    layout, configs = lay_out(config)
+    layout, configs = plan_cluster(config)
     return show_files(build_files(layout, configs, config.deployment, config.output_dir))
 
 

@@ -182,7 +182,7 @@ def test_manifests_are_valid(built: bool, tmp_path: Path) -> None:
         pytest.skip("kubectl is not installed; cure: apt-get install kubernetes-client")
     from prime_rl.config import RLConfig
     from prime_rl.deployment.launch import build_files, write_files
-    from prime_rl.launcher import cluster_layout as fleet
+    from prime_rl.launcher.cluster_layout import plan_cluster
     from prime_rl.utils.pydantic_config import parse_argv
 
     argv = ["--deployment.type", "kubernetes", "--deployment.image", "repo/prime:1", "--deployment.claim", "shared"]
@@ -191,7 +191,7 @@ def test_manifests_are_valid(built: bool, tmp_path: Path) -> None:
     for more in ([], ["--deployment.num-infer-nodes", "3"], ["--deployment.num-infer-nodes", "3", *teacher]):
         config, _ = parse_argv(RLConfig, [*argv, *more], "rl", {})
         assert config.deployment.type != "local"
-        write_files(build_files(*fleet.lay_out(config), config.deployment, Path("outputs"), "key"), tmp_path)
+        write_files(build_files(*plan_cluster(config), config.deployment, Path("outputs"), "key"), tmp_path)
         text = (tmp_path / "run.yaml").read_text()
         if built:
             command = ["kubectl", "kustomize", str(tmp_path)]
@@ -288,11 +288,11 @@ def lay_out_files(out: Path, *argv: str) -> None:
     """The scripts and configurations that a cluster would start."""
     from prime_rl.config import RLConfig
     from prime_rl.deployment.launch import build_files, write_files
-    from prime_rl.launcher import cluster_layout as fleet
+    from prime_rl.launcher.cluster_layout import plan_cluster
     from prime_rl.utils.pydantic_config import parse_argv
 
     words = ["@", str(LETTERS), "--output-dir", str(out), "--deployment.type", "slurm", *argv]
     config, _ = parse_argv(RLConfig, words, "rl", {})
     assert config.deployment.type != "local"
-    write_files(build_files(*fleet.lay_out(config), config.deployment, out), out / "deployment")
+    write_files(build_files(*plan_cluster(config), config.deployment, out), out / "deployment")
     (out / "logs").mkdir()

@@ -63,7 +63,7 @@ class Layout:
     tasks: tuple[Task, ...]
 
 
-def lay_out_ranks(name: str, module: str, config: str, nodes: NodesConfig, num_ranks: int) -> Task:
+def build_rank_task(name: str, module: str, config: str, nodes: NodesConfig, num_ranks: int) -> Task:
     """A trainer task with `num_ranks` ranks, spread evenly over the first places."""
     places = tuple(range(nodes.num_train_nodes))
     per_node = nodes.gpus_per_node or num_ranks // nodes.num_train_nodes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from prime_rl.config import RLConfig, given_gpus, teacher_follows_policy
 from prime_rl.deployment.config import Cluster, KubernetesDeployment, LocalDeployment, NodesConfig
-from prime_rl.deployment.layout import KEY_VARIABLE, Layout, Node, Task, lay_out_ranks
+from prime_rl.deployment.layout import KEY_VARIABLE, Layout, Node, Task, build_rank_task
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -68,7 +68,7 @@ def is_single_node(deployment: NodesConfig, has_servers: bool) -> bool:
     return deployment.num_train_nodes == 1 and deployment.num_infer_nodes == 0 and has_servers
 
 
-def lay_out(config: RLConfig) -> tuple[Layout, dict[str, BaseConfig]]:
+def plan_cluster(config: RLConfig) -> tuple[Layout, dict[str, BaseConfig]]:
     """Nodes and tasks of a run and their configurations; `ValueError` if the nodes do not fit."""
     deployment = config.deployment
     assert not isinstance(deployment, LocalDeployment)
@@ -76,7 +76,7 @@ def lay_out(config: RLConfig) -> tuple[Layout, dict[str, BaseConfig]]:
         return build_single_node_layout(config, deployment)
     check_nodes(config, deployment)
     nodes = [Node("trainer", deployment.gpus_per_node)] * deployment.num_train_nodes
-    fleets: list[Servers] = []
+    servers: list[Servers] = []
     for name, server, num_nodes, num_replicas in (
         ("inference", config.inference, deployment.num_infer_nodes, deployment.num_infer_replicas),
         ("teacher_inference", config.teacher_inference, deployment.num_teacher_nodes, None),
@@ -84,12 +84,12 @@ def lay_out(config: RLConfig) -> tuple[Layout, dict[str, BaseConfig]]:
         if server is None:
             continue
         number = count_servers(name, server, deployment, num_nodes, num_replicas)
-        port = max([server.server.port, *(fleet.first_port + fleet.number for fleet in fleets)])
+        port = max([server.server.port, *(group.first_port + group.number for group in servers)])
         per_node = 1 if isinstance(deployment, KubernetesDeployment) else number // num_nodes  # a server per pod
         num_gpus = server.parallel.tp * server.parallel.dp if deployment.gpus_per_node else 0
-        fleets.append(Servers(name, server, len(nodes), port, number, per_node, num_gpus))
-        nodes += fleets[-1].nodes
-    return build_layout(config, deployment, fleets, nodes)
+        servers.append(Servers(name, server, len(nodes), port, number, per_node, num_gpus))
+        nodes += servers[-1].nodes
+    return build_layout(config, deployment, servers, nodes)
 
 
 def build_single_node_layout(config: RLConfig, deployment: Cluster) -> tuple[Layout, dict[str, BaseConfig]]:
@@ -140,59 +140,59 @@ def count_servers(
 
 
 def build_layout(
-    config: RLConfig, deployment: Cluster, fleets: Sequence[Servers], nodes: list[Node]
+    config: RLConfig, deployment: Cluster, servers: Sequence[Servers], nodes: list[Node]
 ) -> tuple[Layout, dict[str, BaseConfig]]:
     """Tasks and configurations, trainer first."""
     dims = config.trainer.parallel
     num_ranks = deployment.num_train_nodes * deployment.gpus_per_node or dims.num_ranks
     dims.resolve(num_ranks)
-    trainer = lay_out_ranks("trainer", TRAINER, "trainer.toml", deployment, num_ranks)
+    trainer = build_rank_task("trainer", TRAINER, "trainer.toml", deployment, num_ranks)
     at = 0
     if isinstance(deployment, KubernetesDeployment):
         at = len(nodes)
         nodes.append(Node("orchestrator"))
-    options = build_server_options(config, fleets)
+    options = build_server_options(config, servers)
     if config.transport.type == "zmq":
         options += ["--transport.host", f"$HOST_{at}"]
         trainer = replace(trainer, options=("--transport.host", f"$HOST_{at}"))
     if config.weight_broadcast.type != "filesystem":
         trainer = replace(trainer, options=(*trainer.options, "--weight-broadcast.host", "$HOST_0"))
     orchestrator = Task("orchestrator", ORCHESTRATOR, "orchestrator.toml", (at,), tuple(options), is_work=True)
-    tasks = [trainer, orchestrator, *(task for fleet in fleets for task in build_tasks(config, fleet))]
+    tasks = [trainer, orchestrator, *(task for group in servers for task in build_tasks(config, group))]
     configs: dict[str, BaseConfig] = {"trainer": config.trainer, "orchestrator": config.orchestrator}
-    configs |= {fleet.name: fleet.config for fleet in fleets}
+    configs |= {group.name: group.config for group in servers}
     return Layout(tuple(nodes), tuple(tasks)), configs
 
 
-def build_tasks(config: RLConfig, fleet: Servers) -> list[Task]:
+def build_tasks(config: RLConfig, group: Servers) -> list[Task]:
     """One command per server."""
-    options = ["--server.host", "0.0.0.0", "--server.api-key-var", fleet.api_key_var]
-    if fleet.name == "inference" or teacher_follows_policy(config):
+    options = ["--server.host", "0.0.0.0", "--server.api-key-var", group.api_key_var]
+    if group.name == "inference" or teacher_follows_policy(config):
         # A (re)started server rejects requests until the orchestrator has set its weights version.
         options += ["--server.wait-for-weights", "true"]
     return [
         Task(
-            f"{fleet.name}_{i}",
+            f"{group.name}_{i}",
             SERVER,
-            f"{fleet.name}.toml",
-            (fleet.find_node(i),),
-            (*options, "--server.port", str(fleet.first_port + i), "--name", f"{fleet.name}_{i}"),
-            fleet.find_gpus(i),
+            f"{group.name}.toml",
+            (group.find_node(i),),
+            (*options, "--server.port", str(group.first_port + i), "--name", f"{group.name}_{i}"),
+            group.find_gpus(i),
             max_restarts=config.max_restarts,
-            port=fleet.first_port + i,
+            port=group.first_port + i,
         )
-        for i in range(fleet.number)
+        for i in range(group.number)
     ]
 
 
-def build_server_options(config: RLConfig, fleets: Sequence[Servers]) -> list[str]:
+def build_server_options(config: RLConfig, servers: Sequence[Servers]) -> list[str]:
     """Orchestrator options with the addresses of the student's and the teacher's servers."""
     options: list[str] = []
     teacher, student = config.orchestrator.teacher_model, config.orchestrator.client.base_url
-    for fleet in fleets:
-        sections = ["client" if fleet.name == "inference" else "teacher_model.client"]
-        if fleet.name == "inference" and teacher is not None and teacher.client.base_url == student:
+    for group in servers:
+        sections = ["client" if group.name == "inference" else "teacher_model.client"]
+        if group.name == "inference" and teacher is not None and teacher.client.base_url == student:
             sections.append("teacher_model.client")
         for section in sections:
-            options += [f"--{section}.base-url", fleet.urls, f"--{section}.api-key-var", fleet.api_key_var]
+            options += [f"--{section}.base-url", group.urls, f"--{section}.api-key-var", group.api_key_var]
     return options

@@ -123,7 +123,7 @@ class WeightRelay:
                 for i in unreachable if servers.is_elastic else list(loaded):
                     loaded.pop(i, None)  # it may have restarted meanwhile
                 if len(servers.reachable) < len(reachable):
-                    attempts_left = MAX_ATTEMPTS  # in a large fleet one server may fail in every attempt
+                    attempts_left = MAX_ATTEMPTS  # among many servers one server may fail in every attempt
 
     async def _update(self, reachable: Sequence[int], step: int, path: Path, loaded: dict[int, dict[str, Any]]) -> None:
         """One attempt. `loaded` has the responses of servers that loaded the version in an earlier attempt; they do not

@@ -120,7 +120,7 @@ class Backend:
 
     def compute_inputs(self, batch: TensorBatch) -> LossInputs:
         """Forward pass of a pack, without a pipeline; returns the loss inputs of the loss tokens."""
-        return self._compute(self._lay_out(batch))
+        return self._compute(self._arrange(batch))
 
     def _compute(self, layout: ForwardInputs) -> LossInputs:
         pack = layout.pack
@@ -161,9 +161,9 @@ class Backend:
     def _prepare(self, micro: MicroBatch, num_tokens: int = 0) -> ForwardInputs:
         batch = pad_micro_batch(micro, self.mesh, self.placement.device, num_tokens)
         num_real = len(micro.input_ids) if micro.loss_count else 0
-        return self._lay_out(batch, num_real)
+        return self._arrange(batch, num_real)
 
-    def _lay_out(self, batch: TensorBatch, num_real: int | None = None) -> ForwardInputs:
+    def _arrange(self, batch: TensorBatch, num_real: int | None = None) -> ForwardInputs:
         options = {"share_prefixes": self.shares_prefixes, "rounded": self.model.rounds_inputs}
         return prepare_forward(batch, self.placement, self.mesh, num_real, **options)
 

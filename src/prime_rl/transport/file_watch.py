@@ -66,11 +66,11 @@ def _until_change(condition: Callable[[], T | None], root: Path, seconds: float,
     """
     from watchfiles._rust_notify import RustNotify
 
-    anchor = root
-    while not anchor.is_dir():  # until root exists, watch its nearest parent
-        anchor = anchor.parent
+    watched = root
+    while not watched.is_dir():  # until root exists, watch its nearest parent
+        watched = watched.parent
     try:
-        notify = RustNotify([str(anchor)], False, False, 300, anchor == root, True)
+        notify = RustNotify([str(watched)], False, False, 300, watched == root, True)
     except OSError:  # out of inotify watches, or the directory vanished: rely on the re-check
         stop.wait(min(seconds, BLIND_RECHECK_S))
         return None

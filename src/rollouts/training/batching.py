@@ -471,12 +471,12 @@ def _build_rank(samples: Sequence[Sample], packs: list[list[int]], sharing_from:
     if any(sample.objective is not None for sample in samples):
         for micro in micros:
             micro.objectives = tuple(samples[i].objective for i in micro.sample_ids)
-    has_anchor = any(sample.anchor for sample in samples)
+    has_reference = any(sample.reference_weight for sample in samples)
     has_support = any(sample.sampling_support for sample in samples)
     for micro in micros if is_partial else ():
         micro.has_teacher = _spread(micro, [samples[i].teacher_logprobs is not None for i in micro.sample_ids])
-    for micro in micros if has_anchor else ():
-        micro.is_reference = _spread(micro, [samples[i].anchor > 0 for i in micro.sample_ids])
+    for micro in micros if has_reference else ():
+        micro.is_reference = _spread(micro, [samples[i].reference_weight > 0 for i in micro.sample_ids])
     for micro in micros if has_table else ():
         micro.teacher_tables = [samples[i].teacher_table for i in micro.sample_ids] or [None]
     for micro in micros if has_support else ():

@@ -96,7 +96,7 @@ class Sample(msgspec.Struct):
     of the sequence, see `sampling_support`. Empty: every token was sampled from the whole vocabulary."""
     seat: str | None = None
     """The player whose calls these are, in an episode of several: it is compared with this seat of other rollouts."""
-    anchor: float = 0.0
+    reference_weight: float = 0.0
     """Above 0: reference sample (KL regularization to a teacher with the student's context) with this weight; the
     reward is ignored."""
 

@@ -553,9 +553,9 @@ def test_credit_of_a_group_sums_to_nothing_at_the_first_token(rows: list[list[fl
 
 
 def test_reference_samples_have_weight_and_no_reward() -> None:
-    [anchor] = reference_samples([has_teacher([-1.0, -2.0])], 0.25)
-    assert anchor.anchor == 0.25
-    assert (anchor.loss_mask, anchor.advantages) == ([0.0, 0.25, 0.25], [0.0, 0.0, 0.0])
-    assert anchor.teacher_logprobs == [0.0, -1.0, -2.0]
+    [reference] = reference_samples([has_teacher([-1.0, -2.0])], 0.25)
+    assert reference.reference_weight == 0.25
+    assert (reference.loss_mask, reference.advantages) == ([0.0, 0.25, 0.25], [0.0, 0.0, 0.0])
+    assert reference.teacher_logprobs == [0.0, -1.0, -2.0]
     with pytest.raises(ValueError, match="above 0"):
         reference_samples([], 0.0)

@@ -94,7 +94,7 @@ class Teacher:
                 self._counts[skipped.reason] += 1
                 self.last_error = str(skipped)
                 return
-            sample.anchor = self.contexts.reference_weight(env) if role == "reference" else 0.0
+            sample.reference_weight = self.contexts.reference_weight(env) if role == "reference" else 0.0
             scored[index] = sample
 
         async with anyio.create_task_group() as tasks:

@@ -71,10 +71,13 @@ def build_batches(config: TrainConfig, vocab_size: int) -> Batches:
 
 
 def apply_reference_regularization(samples: Sequence[Sample]) -> list[Sample]:
-    """Weight the reference (anchor) samples and remove their rewards."""
+    """Weight the reference samples and remove their rewards."""
     from rollouts.training.rl_losses import reference_samples
 
-    return [reference_samples([sample], sample.anchor)[0] if sample.anchor else sample for sample in samples]
+    return [
+        reference_samples([sample], sample.reference_weight)[0] if sample.reference_weight else sample
+        for sample in samples
+    ]
 
 
 def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int, env_losses: Collection[str] = ()) -> None:

@@ -131,13 +131,13 @@ def build_loss_schedule(
 def measure_distance(samples: Sequence[Sample]) -> float | None:
     """Mean over completions of sum_t (li - lt), the distance from the teacher in nats; None without a teacher.
 
-    li, lt: log-probs of the sampler and the teacher. Reference (anchor) samples do not count: their teacher has the
+    li, lt: log-probs of the sampler and the teacher. Reference samples do not count: their teacher has the
     same context as the student.
     """
     sums = [
         sum(li - lt for li, lt, mask in _streams(sample) if mask > 0)
         for sample in samples
-        if sample.teacher_logprobs is not None and not sample.anchor
+        if sample.teacher_logprobs is not None and not sample.reference_weight
     ]
     return sum(sums) / len(sums) if sums else None
 
@@ -148,7 +148,7 @@ def measure_advantage_terms(samples: Sequence[Sample], objective: Objective) -> 
     task = teacher = 0.0
     count = 0
     for sample in samples:
-        if sample.teacher_logprobs is None or sample.anchor:
+        if sample.teacher_logprobs is None or sample.reference_weight:
             continue
         teacher += sum(abs(a * lt - b * li) for li, lt, mask in _streams(sample) if mask > 0)
         advantages = sample.advantages or [0.0] * len(sample.loss_mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prime_rl.deployment.config import LocalDeployment
-from prime_rl.deployment.layout import Layout, Node, lay_out_ranks
+from prime_rl.deployment.layout import Layout, Node, build_rank_task
 from prime_rl.trainer.config import SFTConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -17,6 +17,6 @@ def build_layout(config: SFTConfig) -> tuple[Layout, dict[str, BaseConfig]]:
             raise ValueError(f"deployment.{key} = {getattr(nodes, key)}: sft starts no servers, leave it out")
     num_ranks = nodes.num_train_nodes * nodes.gpus_per_node or config.parallel.num_ranks
     config.parallel.resolve(num_ranks)
-    task = lay_out_ranks("sft", "prime_rl.trainer.sft.train", "sft.toml", nodes, num_ranks)
+    task = build_rank_task("sft", "prime_rl.trainer.sft.train", "sft.toml", nodes, num_ranks)
     local = config.model_copy(update={"deployment": LocalDeployment()})
     return Layout((Node("sft", nodes.gpus_per_node),) * nodes.num_train_nodes, (task,)), {"sft": local}

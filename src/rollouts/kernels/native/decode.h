@@ -82,7 +82,7 @@ typedef struct {
 } Activations;
 
 /* Divides `work` among them; returns the number of its elements. */
-static int64_t lay_out(Activations *a, const Shape *s, float *work, int64_t widest, int64_t rows) {
+static int64_t place_activations(Activations *a, const Shape *s, float *work, int64_t widest, int64_t rows) {
   int64_t size = 0, width = s->heads * s->size, format = s->format;
 #define TAKE(count) (size += whole_vectors(count), work + size - whole_vectors(count))
   a->x = TAKE(rows * s->hidden), a->normed = TAKE(rows * s->hidden), a->y = TAKE(rows * widest), a->z = TAKE(rows * widest);
@@ -95,7 +95,7 @@ static int64_t lay_out(Activations *a, const Shape *s, float *work, int64_t wide
 /* Elements of `work` that `decode` needs for so many rows, of at most `widest` elements. */
 int64_t decode_work_size(const Shape *s, int64_t widest, int64_t rows) {
   Activations unused;
-  return lay_out(&unused, s, NULL, widest, rows);
+  return place_activations(&unused, s, NULL, widest, rows);
 }
 
 /* Logits of the next tokens, [num_wanted, vocab], of the `wanted` rows. `columns` has, for each layer, the addresses of
@@ -112,7 +112,7 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
   Run runs[rows];
   int64_t num_runs = find_runs(s, source, positions, rows, runs);
   Activations all_rows;
-  lay_out(&all_rows, s, work, widest, rows);
+  place_activations(&all_rows, s, work, widest, rows);
 #ifdef _OPENMP
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
 #endif

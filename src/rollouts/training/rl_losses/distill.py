@@ -143,7 +143,7 @@ def _token_credit(sample: Sample, objective: Objective) -> list[float]:
     inference, teacher = sample.inference_logprobs, sample.teacher_logprobs
     assert inference is not None and teacher is not None, "teacher and sampler log-probs are required"
     clip = math.inf if objective.distill.clip is None else objective.distill.clip
-    a, b = (1.0, 1.0) if sample.anchor else (objective.teacher_tau, objective.student_tau)
+    a, b = (1.0, 1.0) if sample.reference_weight else (objective.teacher_tau, objective.student_tau)
     rows = zip(teacher, inference, sample.loss_mask, strict=True)
     return [a * min(max(lt, li - clip), li + clip) - b * li for lt, li, m in rows if m > 0]
 
@@ -183,7 +183,7 @@ def reference_samples(samples: Sequence[Sample], weight: float) -> list[Sample]:
     return [
         msgspec.structs.replace(
             sample,
-            anchor=weight,
+            reference_weight=weight,
             loss_mask=[weight * m for m in sample.loss_mask],
             advantages=[0.0] * len(sample.tokens),
         )

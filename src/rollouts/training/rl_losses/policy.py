@@ -51,7 +51,7 @@ class PolicyLoss:
     def has_gradient(self, sample: Sample) -> bool:
         """Whether a sample can have a gradient: an advantage is not 0, or the loss has terms without advantages."""
         objective = self.objective if sample.objective is None else self.others.get(sample.objective, self.objective)
-        is_plain = not (self.custom or sample.anchor or objective.has_other_terms)
+        is_plain = not (self.custom or sample.reference_weight or objective.has_other_terms)
         return not is_plain or sample.advantages is None or any(sample.advantages)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

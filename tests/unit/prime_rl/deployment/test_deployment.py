@@ -27,7 +27,7 @@ from prime_rl.deployment.launch import build_files, deploy, show_files
 from prime_rl.deployment.layout import KEY_VARIABLE, Layout
 from prime_rl.deployment.ray_job import Host, RayPlan, RayTask, read_plan, supervise
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.launcher import cluster_layout as fleet
+from prime_rl.launcher import cluster_layout
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.rl import rl
 from prime_rl.trainer.config import SFTConfig, TrainConfig
@@ -58,7 +58,7 @@ def parse(kind: str, *argv: str, model: type[BaseConfig] = RLConfig) -> Any:
 @cache
 def make(kind: str, *argv: str) -> tuple[Layout, dict[str, str]]:
     config = parse(kind, *argv)
-    layout, configs = fleet.lay_out(config)
+    layout, configs = cluster_layout.plan_cluster(config)
     return layout, build_files(layout, configs, config.deployment, Path("outputs"))
 
 
@@ -206,7 +206,7 @@ def test_keys_of_another_deployment_type_are_rejected() -> None:
 
 def test_output_of_pods_is_on_the_claim() -> None:
     config = parse("kubernetes", *WIDE)
-    layout, configs = fleet.lay_out(config)
+    layout, configs = cluster_layout.plan_cluster(config)
     build_files(layout, configs, config.deployment, Path("/shared/run"))
     with pytest.raises(ValueError, match=r"not below deployment\.mount_path /shared"):
         build_files(layout, configs, config.deployment, Path("/data/run"))
@@ -293,7 +293,7 @@ def test_manifests_refer_to_each_other() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_contain_no_secret_values(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOO_TOKEN", 't0ken-"value"-12345')
-    layout, configs = fleet.lay_out(config := parse(kind, *WIDE))
+    layout, configs = cluster_layout.plan_cluster(config := parse(kind, *WIDE))
     files = build_files(layout, configs, config.deployment, Path("outputs"))
     assert not any("t0ken-" in text for text in files.values())
     environment = json.dumps([{"id": "e", "args": {"login": os.environ["FOO_TOKEN"]}}])
@@ -302,7 +302,7 @@ def test_files_contain_no_secret_values(kind: str, monkeypatch: pytest.MonkeyPat
         ("--orchestrator.env", environment, "args"),
     ):
         config = parse(kind, *WIDE, option, value)
-        layout, configs = fleet.lay_out(config)
+        layout, configs = cluster_layout.plan_cluster(config)
         with pytest.raises(ValueError, match=rf"\.(sh|toml): .*{name} is the value of FOO_TOKEN") as error:
             build_files(layout, configs, config.deployment, Path("outputs"))
         assert "t0ken-" not in str(error.value)
@@ -343,9 +343,9 @@ def test_submit_tool_errors_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
     tool.write_text("#!/bin/sh\necho 'Invalid partition' >&2; exit 1\n")
     tool.chmod(0o755)
     with pytest.raises(ValueError, match=r"sbatch rejected .*Invalid partition"):
-        deploy(*fleet.lay_out(config), config.deployment, tmp_path / "run")
+        deploy(*cluster_layout.plan_cluster(config), config.deployment, tmp_path / "run")
     tool.write_text('#!/bin/sh\ntest -f "$1" && echo Submitted batch job 17\n')
-    assert deploy(*fleet.lay_out(config), config.deployment, tmp_path / "run") == 0
+    assert deploy(*cluster_layout.plan_cluster(config), config.deployment, tmp_path / "run") == 0
 
 
 def test_every_run_has_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,10 +354,10 @@ def test_every_run_has_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     keys = set()
     for name in "ab":
         monkeypatch.chdir(tmp_path)
-        deploy(*fleet.lay_out(config), config.deployment, Path(name))
+        deploy(*cluster_layout.plan_cluster(config), config.deployment, Path(name))
         keys.add((Path(name) / "deployment" / kubernetes.KEY_FILE).read_text())
     assert len(keys) == 2 and all(len(key) > len(KEY_VARIABLE) + 32 for key in keys)
-    shown = show_files(build_files(*fleet.lay_out(config), config.deployment, Path("a")))
+    shown = show_files(build_files(*cluster_layout.plan_cluster(config), config.deployment, Path("a")))
     assert "generated at submission" in shown
 
 

@@ -63,7 +63,7 @@ def make_pool(number: int, needed: int | None) -> ServerPool:
     return ServerPool(servers, servers, PolicyVersion(), Path("weights"), min_servers=needed)
 
 
-class Fleet:
+class Servers:
     """Servers with the orchestrator components around them."""
 
     def __init__(self, out: Path, number: int, needed: int | None, timeout_s: float = 30.0) -> None:
@@ -111,7 +111,7 @@ def test_work_of_lost_servers_is_redistributed() -> None:
 
 
 def test_a_server_that_stays_but_fails_is_tried_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, tries = Fleet(tmp_path, 1, None), 0
+    pool, tries = Servers(tmp_path, 1, None), 0
 
     async def fail(checkpoint_path: str) -> dict[str, Any]:
         nonlocal tries
@@ -121,10 +121,10 @@ def test_a_server_that_stays_but_fails_is_tried_a_few_times(tmp_path: Path, monk
     async def is_back(error: WeightSyncError) -> bool:
         return True
 
-    monkeypatch.setattr(fleet.servers[0], "update_weights_from_checkpoint", fail)
-    monkeypatch.setattr(fleet.server_pool, "wait_for_recovery", is_back)
+    monkeypatch.setattr(pool.servers[0], "update_weights_from_checkpoint", fail)
+    monkeypatch.setattr(pool.server_pool, "wait_for_recovery", is_back)
     with pytest.raises(WeightSyncError, match="does not load"):
-        anyio.run(fleet.publish, 1)
+        anyio.run(pool.publish, 1)
     assert tries == MAX_ATTEMPTS
 
 
@@ -161,57 +161,55 @@ async def test_work_restarts_on_another_server() -> None:
 
 @pytest.mark.anyio
 async def test_rejoining_server_loads_current_version(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, 3, 2)
+    pool = Servers(tmp_path, 3, 2)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(fleet.server_pool.monitor)
-        await fleet.publish(1)
-        assert [server.version for server in fleet.servers] == [1, 1, 1]
-        fleet.servers[2].there = False
-        await fleet.publish(2)  # the update itself notices
-        assert [server.loads for server in fleet.servers[:2]] == [[1, 2], [1, 2]], (
+        tasks.start_soon(pool.server_pool.monitor)
+        await pool.publish(1)
+        assert [server.version for server in pool.servers] == [1, 1, 1]
+        pool.servers[2].there = False
+        await pool.publish(2)  # the update itself notices
+        assert [server.loads for server in pool.servers[:2]] == [[1, 2], [1, 2]], (
             "updated servers are not updated again"
         )
-        await fleet.publish(3)
-        assert [server.version for server in fleet.servers] == [3, 3, 1] and fleet.version.live == 3
-        fleet.servers[2].restart()
-        await until(lambda: not fleet.server_pool.unreachable)
-        assert (
-            fleet.servers[2].version == 3 and fleet.servers[2].loads == [1, 3] and fleet.server_pool.num_recovered == 1
-        )
-        await fleet.publish(4)
-        assert [server.version for server in fleet.servers] == [4, 4, 4]
+        await pool.publish(3)
+        assert [server.version for server in pool.servers] == [3, 3, 1] and pool.version.live == 3
+        pool.servers[2].restart()
+        await until(lambda: not pool.server_pool.unreachable)
+        assert pool.servers[2].version == 3 and pool.servers[2].loads == [1, 3] and pool.server_pool.num_recovered == 1
+        await pool.publish(4)
+        assert [server.version for server in pool.servers] == [4, 4, 4]
         tasks.cancel_scope.cancel()
 
 
 @pytest.mark.anyio
 async def test_too_few_servers_end_run(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, 3, 2, timeout_s=0.3)
-    fleet.servers[0].there = fleet.servers[1].there = False
+    pool = Servers(tmp_path, 3, 2, timeout_s=0.3)
+    pool.servers[0].there = pool.servers[1].there = False
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(fleet.publish, 1)
-        await until(lambda: fleet.server_pool.is_below_minimum)
-        assert fleet.version.live == 0
-        fleet.servers[1].restart()
-        await until(lambda: fleet.version.live == 1)
-    assert [server.version for server in fleet.servers] == [0, 1, 1]
-    fleet.servers[1].there = False
+        tasks.start_soon(pool.publish, 1)
+        await until(lambda: pool.server_pool.is_below_minimum)
+        assert pool.version.live == 0
+        pool.servers[1].restart()
+        await until(lambda: pool.version.live == 1)
+    assert [server.version for server in pool.servers] == [0, 1, 1]
+    pool.servers[1].there = False
     with pytest.raises(TimeoutError, match="has not responded for"):
-        await fleet.publish(2)
+        await pool.publish(2)
 
 
 @pytest.mark.anyio
 async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, 3, 2)
-    late = fleet.servers[1]
+    pool = Servers(tmp_path, 3, 2)
+    late = pool.servers[1]
     late.there = False
-    for server in fleet.servers:
+    for server in pool.servers:
         server.awaits_weights = True
     with anyio.fail_after(10):
-        await fleet.server_pool.start()
-    assert list(fleet.server_pool.unreachable) == [1] and not fleet.servers[0].awaits_weights
+        await pool.server_pool.start()
+    assert list(pool.server_pool.unreachable) == [1] and not pool.servers[0].awaits_weights
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(fleet.server_pool.monitor)
-        await fleet.publish(1)
+        tasks.start_soon(pool.server_pool.monitor)
+        await pool.publish(1)
         late.restart()
         await until(lambda: late.version == 1)
         tasks.cancel_scope.cancel()
@@ -220,29 +218,29 @@ async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_canary_of_a_current_server_has_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run, and a check during an update: nothing is loaded, so only /health names the dtype."""
-    fleet, compared = Fleet(tmp_path, 1, None), []
+    pool, compared = Servers(tmp_path, 1, None), []
     numerics = {"exact": True, "dtype": "bfloat16", "arithmetic": "amx_bf16"}
-    fleet.servers[0].numerics = numerics
+    pool.servers[0].numerics = numerics
 
     async def record(path: Path, engine: Any, answer: dict[str, Any]) -> None:
         compared.append(answer)
 
-    monkeypatch.setattr(fleet.server_pool.canary, "check_restarted", record)
-    await fleet.server_pool.start()
-    assert compared == [numerics] and not fleet.servers[0].loads
+    monkeypatch.setattr(pool.server_pool.canary, "check_restarted", record)
+    await pool.server_pool.start()
+    assert compared == [numerics] and not pool.servers[0].loads
 
 
 @pytest.mark.anyio
 async def test_update_skips_lost_server(tmp_path: Path) -> None:
     """A host without network does not refuse connections: its update would hang until the time limit."""
-    fleet = Fleet(tmp_path, 3, 2)
-    gone = fleet.servers[1]
+    pool = Servers(tmp_path, 3, 2)
+    gone = pool.servers[1]
     gone.there, gone.silent = False, True
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(fleet.server_pool.monitor)
+        tasks.start_soon(pool.server_pool.monitor)
         with anyio.fail_after(10):
-            await fleet.publish(1)
-        assert [server.version for server in fleet.servers] == [1, 0, 1] and list(fleet.server_pool.unreachable) == [1]
+            await pool.publish(1)
+        assert [server.version for server in pool.servers] == [1, 0, 1] and list(pool.server_pool.unreachable) == [1]
         gone.silent = False
         gone.restart()
         await until(lambda: gone.version == 1)
@@ -252,8 +250,8 @@ async def test_update_skips_lost_server(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_recovery_ignores_servers_of_another_pool(tmp_path: Path) -> None:
     """The update of an EMA teacher failed: the policy's own servers are reachable."""
-    fleet = Fleet(tmp_path, 3, 2)
+    pool = Servers(tmp_path, 3, 2)
     error = WeightSyncError("step_1", [("http://teacher", "unreachable: gone")], is_transient=True)
-    assert await fleet.server_pool.wait_for_recovery(error) and not fleet.server_pool.unreachable
-    lasting = WeightSyncError("step_1", [(str(fleet.servers[0]), "refused: no memory")])
-    assert not await fleet.server_pool.wait_for_recovery(lasting)
+    assert await pool.server_pool.wait_for_recovery(error) and not pool.server_pool.unreachable
+    lasting = WeightSyncError("step_1", [(str(pool.servers[0]), "refused: no memory")])
+    assert not await pool.server_pool.wait_for_recovery(lasting)

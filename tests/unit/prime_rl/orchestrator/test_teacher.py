@@ -386,12 +386,12 @@ def test_skip_verification_runs_no_rewards(server: RunningServer) -> None:
     assert CALLS, "else it does"
 
 
-def test_environments_without_a_teacher_and_anchors(server: RunningServer) -> None:
+def test_environments_without_a_teacher_and_references(server: RunningServer) -> None:
     samples, _ = make_group(make_config(server, env={"teacher": "none"}))
     assert all(sample.teacher_logprobs is None and not sample.has_teacher for sample in samples)
     samples, _ = make_group(make_config(server, env={"teacher": "reference", "reference_weight": 2.0}))
     for sample in samples:
-        assert sample.anchor == 2.0 and sample.inference_logprobs is not None
+        assert sample.reference_weight == 2.0 and sample.inference_logprobs is not None
         assert sample.teacher_logprobs == pytest.approx(sample.inference_logprobs, abs=1e-5), "no context, same model"
     sample.advantages = [1.0] * len(sample.tokens)
     weighed = apply_reference_regularization([sample])[0]
@@ -599,16 +599,16 @@ def test_taus_annealed_to_measured_ratio() -> None:
     config = LossConfig(adv_tau=1.0, teacher_tau=1.0, student_tau=0.5, anneal=anneal)  # type: ignore[arg-type]
     schedule = build_loss_schedule(config, 48)
     far, near = scored_sample([-1.0, -1.0], [-9.0, -3.0]), scored_sample([-1.0], [-1.0])
-    anchor = scored_sample([0.0], [-99.0], anchor=1.0)
-    assert measure_distance([far, near, anchor]) == 5.0 and measure_distance([Sample(prompt="")]) is None
-    first, stats = schedule.loss_for_step(1, [far, near, anchor])
+    reference = scored_sample([0.0], [-99.0], reference_weight=1.0)
+    assert measure_distance([far, near, reference]) == 5.0 and measure_distance([Sample(prompt="")]) is None
+    first, stats = schedule.loss_for_step(1, [far, near, reference])
     assert first.objective.student_tau == pytest.approx(0.5 * (1 / (0.5 * 2 * 5.0)) ** 0.5), "half way, in logarithms"
     assert stats["teacher/seq_kl"] == 5.0 and stats["adv/teacher_tau"] == first.objective.teacher_tau
     last = schedule.loss_for_step(3, [near])[0].objective
     assert last.adv_tau / last.student_tau == pytest.approx(2 * 5.0) and last.teacher_tau == 2 * last.student_tau
     resumed = build_loss_schedule(config, 48, schedule.progress)
     assert resumed.loss_for_step(3, [near])[0].objective == last
-    pulls = measure_advantage_terms([far, anchor], replace(last, adv_tau=3.0, teacher_tau=1.0, student_tau=2.0))
+    pulls = measure_advantage_terms([far, reference], replace(last, adv_tau=3.0, teacher_tau=1.0, student_tau=2.0))
     assert pulls == {"adv/reward_abs": 3.0, "adv/teacher_abs": (7 + 1) / 2, "adv/teacher_tau": 1.0}
     for wrong, words in (({**anneal, "factor": 0.1}, "remove one"), (anneal, "compares adv_tau")):
         with pytest.raises(ValueError, match=words):
@@ -622,7 +622,7 @@ def test_reference_loss_is_independent_of_taus(estimator: str) -> None:
     for tau in (1.0, 0.01):
         taus = {"adv_tau": 1.0, "teacher_tau": tau, "student_tau": 2 * tau}
         aim = replace(PRESETS["aipo"], distill=DistillChoice(estimator), **taus)  # type: ignore[arg-type]
-        samples = [scored_sample([-1.0, -2.0], [-3.0, -1.5], group_index=i, anchor=1.0 - i) for i in range(2)]
+        samples = [scored_sample([-1.0, -2.0], [-3.0, -1.5], group_index=i, reference_weight=1.0 - i) for i in range(2)]
         samples = compute_sequence_kl_advantages(apply_reference_regularization(samples), aim)
         [[micro]] = pack_samples(samples, 8)
         batch = micro.to_tensors()
