@@ -46,6 +46,8 @@ class Executor:
                 return {"type": request.kind, "path": self._save(model, request, "weights", **fields).path}
             case "save_weights_for_sampler":
                 return {"type": request.kind, "path": self._save(model, request, "sampler_weights", **fields).path}
+            case "refused":
+                raise ValueError(fields["error"])
 
     def load_snapshot(self, model: Model, snapshots: SnapshotStore) -> None:
         """Create a model's adapter from its snapshot."""

@@ -21,7 +21,10 @@ Kind = Literal[
     "optim_step",
     "save_weights",
     "save_weights_for_sampler",
+    "refused",
 ]
+"""`refused`: a request with invalid fields, which takes its turn to fail."""
+
 REPLAYED = ("create_model", "forward_backward", "optim_step")
 """Requests that change a model, and only as functions of their content: a restart executes them again."""
 
@@ -97,7 +100,7 @@ class Model:
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """A validated request: `body` is the protobuf of a pass (`wire.decode_pass`), JSON for all other kinds."""
+    """`body`: the protobuf of a pass, which is validated when it runs (`wire.decode_pass`), or validated JSON."""
 
     model_id: str
     seq_id: int

@@ -20,7 +20,7 @@ from prime_rl.training_api.checkpoints import AdapterCheckpoint, NotFound, check
 from prime_rl.training_api.compression import ENCODING, decompress, read_size, supports_zstd
 from prime_rl.training_api.requests import Kind, Model
 from prime_rl.training_api.service import EPHEMERAL, TooMany, TrainingService, check_sampling_number
-from prime_rl.training_api.wire import decode_pass
+from prime_rl.training_api.wire import decode_target
 
 Json = dict[str, Any]
 Handler = Callable[[TrainingService, str, Request], Awaitable[Response]]
@@ -71,7 +71,17 @@ def _read_labels(body: Json) -> tuple[Json | None, str | None]:
     return labels
 
 
-def _submit(service: TrainingService, model: Model, seq_id: Any, kind: Kind, fields: Json) -> Response:
+def _submit(
+    service: TrainingService, model: Model, seq_id: Any, kind: Kind, read_fields: Callable[[], Json]
+) -> Response:
+    """Queue a request; a `ValueError` of `read_fields` fails its future.
+
+    The client has reserved the number, so later requests wait until a request with it has finished.
+    """
+    try:
+        fields = read_fields()
+    except ValueError as error:
+        kind, fields = "refused", {"error": str(error)[:2000]}
     return _promise(service.submit(model, seq_id, kind, orjson.dumps(fields)), model_id=model.model_id)
 
 
@@ -195,23 +205,29 @@ async def create_model(service: TrainingService, owner: str, request: Request) -
     model = _new_model(service, owner, body, base_model, config)
     if model.model_id not in service.models:
         service.reserve_model(model)
-    return _submit(service, model, 0, "create_model", {})
+    return _submit(service, model, 0, "create_model", dict)
+
+
+def _load_fields(service: TrainingService, owner: str, body: Json) -> Json:
+    _check_optimizer(body)
+    checkpoint = service.store.find(field(body, "path", str, ""), owner)
+    _check_base(service, body.get("base_model") or checkpoint.base_model)
+    return {"path": checkpoint.path, "optimizer": field(body, "optimizer", bool, False)}
 
 
 async def load_weights(service: TrainingService, owner: str, request: Request) -> Response:
     """Load a checkpoint into a model, or create a model from it."""
     body = await read(request)
-    checkpoint = service.store.find(field(body, "path", str, ""), owner)
-    optimizer = field(body, "optimizer", bool, False)
-    base_model = _check_base(service, body.get("base_model") or checkpoint.base_model)
-    _check_optimizer(body)
     if body.get("model_id") is not None:
         model, seq_id = service.find_model(body["model_id"], owner), body.get("seq_id")
-    else:
-        model, seq_id = _new_model(service, owner, body, base_model, AdapterConfig(**checkpoint.config)), 0
-        if model.model_id not in service.models:
-            service.reserve_model(model)
-    return _submit(service, model, seq_id, "load_weights", {"path": checkpoint.path, "optimizer": optimizer})
+        return _submit(service, model, seq_id, "load_weights", lambda: _load_fields(service, owner, body))
+    fields = _load_fields(service, owner, body)
+    checkpoint = service.store.find(fields["path"], owner)
+    base_model = body.get("base_model") or checkpoint.base_model
+    model = _new_model(service, owner, body, base_model, AdapterConfig(**checkpoint.config))
+    if model.model_id not in service.models:
+        service.reserve_model(model)
+    return _submit(service, model, 0, "load_weights", lambda: fields)
 
 
 async def forward_backward(service: TrainingService, owner: str, request: Request) -> Response:
@@ -224,11 +240,11 @@ async def forward_backward(service: TrainingService, owner: str, request: Reques
     if encoding == ENCODING:
         request.scope[RESERVED].grow(read_size(data))  # the limit of bodies holds for both sizes
         data = await asyncio.to_thread(decompress, data)
-    parsed = await asyncio.to_thread(decode_pass, data)
+    target = await asyncio.to_thread(decode_target, data)
     request.scope[RESERVED].release()
-    model = service.find_model(parsed.model_id, owner)
-    kind: Kind = "forward" if parsed.forward_only else "forward_backward"
-    return _promise(service.submit(model, parsed.seq_id, kind, data), model_id=model.model_id)
+    model = service.find_model(target.model_id, owner)
+    kind: Kind = "forward" if target.forward_only else "forward_backward"
+    return _promise(service.submit(model, target.seq_id, kind, data), model_id=model.model_id)
 
 
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
@@ -252,8 +268,8 @@ def parse_adam(body: Json) -> dict[str, float]:
 async def optim_step(service: TrainingService, owner: str, request: Request) -> Response:
     """One AdamW step."""
     body = await read(request)
-    model, params = service.find_model(body.get("model_id"), owner), parse_adam(body)
-    return _submit(service, model, body.get("seq_id"), "optim_step", params)
+    model = service.find_model(body.get("model_id"), owner)
+    return _submit(service, model, body.get("seq_id"), "optim_step", lambda: parse_adam(body))
 
 
 def _save_fields(body: Json) -> Json:
@@ -261,27 +277,33 @@ def _save_fields(body: Json) -> Json:
     return {"expires": find_expiry(body.get("ttl_seconds")), "user_metadata": metadata}
 
 
+def _save_weights_fields(body: Json) -> Json:
+    name = check_name(body.get("path") or f"{body.get('seq_id')}")
+    return {**_save_fields(body), "name": name, "overwrite": field(body, "overwrite", bool, False)}
+
+
 async def save_weights(service: TrainingService, owner: str, request: Request) -> Response:
     """Save weights and optimizer."""
     body = await read(request)
-    model, fields = service.find_model(body.get("model_id"), owner), _save_fields(body)
-    name = check_name(body.get("path") or f"{body.get('seq_id')}")
-    fields |= {"name": name, "overwrite": field(body, "overwrite", bool, False)}
-    return _submit(service, model, body.get("seq_id"), "save_weights", fields)
+    model = service.find_model(body.get("model_id"), owner)
+    return _submit(service, model, body.get("seq_id"), "save_weights", lambda: _save_weights_fields(body))
 
 
-async def save_for_sampler(service: TrainingService, owner: str, request: Request) -> Response:
-    """Save weights to sample from, under a name or as a new sampling session."""
-    body = await read(request)
-    model, fields = service.find_model(body.get("model_id"), owner), _save_fields(body)
+def _save_for_sampler_fields(body: Json) -> Json:
     if field(body, "kind", str, "snapshot") != "snapshot":
         raise ValueError("kind 'inflight' is not supported by this server: use 'snapshot'")
     number, unnamed = body.get("sampling_session_seq_id"), body.get("path") is None
     if unnamed:
         check_sampling_number(number)
     name = check_name(f"{EPHEMERAL}{number}" if unnamed else body["path"])
-    fields |= {"name": name, "ephemeral": unnamed}
-    return _submit(service, model, body.get("seq_id"), "save_weights_for_sampler", fields)
+    return {**_save_fields(body), "name": name, "ephemeral": unnamed}
+
+
+async def save_for_sampler(service: TrainingService, owner: str, request: Request) -> Response:
+    """Save weights to sample from, under a name or as a new sampling session."""
+    body = await read(request)
+    model, seq_id = service.find_model(body.get("model_id"), owner), body.get("seq_id")
+    return _submit(service, model, seq_id, "save_weights_for_sampler", lambda: _save_for_sampler_fields(body))
 
 
 async def get_info(service: TrainingService, owner: str, request: Request) -> Response:

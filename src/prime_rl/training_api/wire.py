@@ -94,23 +94,40 @@ class Datum:
 
 
 @dataclass(frozen=True)
-class PassRequest:
-    """A decoded `forward_backward` request."""
+class PassTarget:
+    """Model and number of a `forward_backward` request."""
 
     model_id: str
     seq_id: int
+    forward_only: bool
+
+
+@dataclass(frozen=True)
+class PassRequest:
+    """A decoded `forward_backward` request."""
+
     data: list[Datum]
     loss_fn: str
     loss_config: dict[str, float | str]
     forward_only: bool
 
 
-def decode_pass(body: bytes) -> PassRequest:
-    """Decode a request; `ValueError` for bytes that are not such a message and for tensors that do not fit."""
+def _parse_pass(body: bytes) -> Any:
     try:
-        message = CLASSES["ForwardBackwardRequest"].FromString(body)
+        return CLASSES["ForwardBackwardRequest"].FromString(body)
     except DecodeError as error:
         raise ValueError("the body is not a ForwardBackwardRequest in protobuf") from error
+
+
+def decode_target(body: bytes) -> PassTarget:
+    """Decode what a request is for; `ValueError` for bytes that are not such a message. Its data are not checked."""
+    message = _parse_pass(body)
+    return PassTarget(message.model_id, message.seq_id, message.forward_only)
+
+
+def decode_pass(body: bytes) -> PassRequest:
+    """Decode a request; `ValueError` for bytes that are not such a message and for tensors that do not fit."""
+    message = _parse_pass(body)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -119,8 +136,6 @@ def decode_pass(body: bytes) -> PassRequest:
         data.append(_decode_datum(datum, f"data[{i}]", room))
         room -= sum(array.size for array in data[-1].inputs.values())
     return PassRequest(
-        model_id=message.model_id,
-        seq_id=message.seq_id,
         data=data,
         loss_fn=message.loss_fn,
         loss_config=config,

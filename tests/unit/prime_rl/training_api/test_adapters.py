@@ -45,7 +45,7 @@ def make_data(seed: int, lengths: Sequence[int] = (9, 14, 30)) -> list[Datum]:
 
 
 def request(data: list[Datum], loss_fn: str = "importance_sampling", *, forward_only: bool = False) -> PassRequest:
-    return PassRequest("m", 1, data, loss_fn, {}, forward_only)
+    return PassRequest(data, loss_fn, {}, forward_only)
 
 
 def run_pass(trainer: AdapterTrainer, name: str, request: PassRequest) -> PassResult:

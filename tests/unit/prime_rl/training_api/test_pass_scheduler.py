@@ -47,7 +47,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> StubTrainer:
 
 
 def make_request(*sizes: int) -> PassRequest:
-    return PassRequest("m", 1, [Datum([0] * size, {}) for size in sizes], "cross_entropy", {}, False)
+    return PassRequest([Datum([0] * size, {}) for size in sizes], "cross_entropy", {}, False)
 
 
 def run(

@@ -50,7 +50,7 @@ def draw_request(rng: random.Random, *, forward_only: bool = False) -> PassReque
         if loss_fn == "gspo":
             inputs["sequence_ratio_mask"] = np.ones(length)
         data.append(Datum(tokens[:-1].tolist(), inputs))
-    return PassRequest("m", 1, data, loss_fn, {}, forward_only)
+    return PassRequest(data, loss_fn, {}, forward_only)
 
 
 def create(trainer: AdapterTrainer) -> list[str]:
@@ -103,7 +103,7 @@ def test_a_mix_has_whole_micro_batches_up_to_the_limit(trainer: AdapterTrainer) 
     datum = Datum(list(range(40)), {"target_tokens": np.arange(40)})
 
     def start(name: str, num: int, *, forward_only: bool = False) -> RunningPass:
-        return trainer.start_pass(name, PassRequest("m", 1, [datum] * num, "cross_entropy", {}, forward_only))
+        return trainer.start_pass(name, PassRequest([datum] * num, "cross_entropy", {}, forward_only))
 
     big, small, other = start(names[0], 5), start(names[1], 1), start(names[2], 1, forward_only=True)
     assert [len(part) for part in big.parts] == [2, 2, 1]
@@ -146,7 +146,7 @@ def test_one_and_several_targets_have_the_same_logit_cap(trainer: AdapterTrainer
     found = []
     for shape in ((40,), (40, 1)):
         datum = Datum(list(range(40)), {"target_tokens": targets.reshape(shape)})
-        running = trainer.start_pass(name, PassRequest("m", 1, [datum], "cross_entropy", {}, True))
+        running = trainer.start_pass(name, PassRequest([datum], "cross_entropy", {}, True))
         trainer.advance([running])
         found.append(running.result.logprobs[0].flatten())
     assert torch.allclose(*found, atol=1e-6)

@@ -77,6 +77,20 @@ def test_a_copy_of_the_files_continues_with_the_same_bits(tmp_path: Path, snapsh
     client.__exit__(None, None, None)
 
 
+def test_refused_requests_keep_their_numbers_after_a_restart(tmp_path: Path) -> None:
+    client, server = open_server(tmp_path / "a", 1e9)
+    model_id = server.create_model()
+    refused = server.post("save_weights", {"model_id": model_id, "seq_id": 2, "path": "a b"})  # waits for 1
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    client.__exit__(None, None, None)
+
+    client, other = open_server(tmp_path / "b", 1e9)
+    assert other.run_pass(model_id, 1)[1] > 0
+    assert "checkpoint name 'a b'" in other.result(refused)["error"]
+    assert "metrics" in other.step(model_id, 3)
+    client.__exit__(None, None, None)
+
+
 def test_a_failed_pass_leaves_no_partial_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client, server = open_server(tmp_path, 1e9)
     healthy, failed = train(server, 1), train(server, 1)

@@ -308,9 +308,9 @@ def test_hostile_requests_get_clear_errors(server: Server) -> None:
     for path in ("tinker://../../etc/weights/x", "tinker://m/weights/..", "/etc/passwd", "tinker://m/other/x"):
         assert status("POST", "weights_info", json={"tinker_path": path})[0] in (404, 422)
     model_id = server.create_model()
-    for name in ("../x", "", "a/b", ".hidden", "x" * 200):
-        reply = server.call("POST", "save_weights", json={"model_id": model_id, "seq_id": 1, "path": name or "/"})
-        assert reply.status_code == 422 and "checkpoint name" in reply.json()["detail"]
+    for i, name in enumerate(("../x", "/", "a/b", ".hidden", "x" * 200)):
+        refused = server.result(server.post("save_weights", {"model_id": model_id, "seq_id": 1 + i, "path": name}))
+        assert refused["category"] == "user" and "checkpoint name" in refused["error"]
     assert not (Path(server.service.store.root).parent / "x").exists()
     model = {"session_id": server.session, "model_seq_id": 900, "base_model": "tiny-qwen3"}
     assert "rank" in status("POST", "create_model", json={**model, "lora_config": {"rank": 10**6}})[1]
@@ -373,6 +373,26 @@ def test_failed_passes_name_the_field(server: Server) -> None:
     found = server.run_pass(model_id, 1, loss_fn="ppo")
     assert found["category"] == "user" and "ppo needs loss_fn_inputs.logprobs" in found["error"]
     assert server.run_pass(model_id, 2)[1] > 0
+
+
+def test_refused_training_requests_hold_up_no_later_ones(server: Server) -> None:
+    model_id = server.create_model()
+    image = CLASSES["ForwardBackwardRequest"](model_id=model_id, seq_id=1, loss_fn="cross_entropy")
+    image.data.add().model_input.add().image.SetInParent()
+    bodies = {
+        "save_weights": ({"path": "step 100"}, "checkpoint name 'step 100'"),
+        "save_weights_for_sampler": ({"path": "final", "ttl_seconds": 60}, "ttl_seconds must be from 3600"),
+        "load_weights": ({"path": "tinker://x/weights/none"}, "no checkpoint tinker://x/weights/none"),
+        "optim_step": ({"adam_params": {"learning_rate": -1}}, "adam_params.learning_rate is -1"),
+    }
+    posted = server.call("POST", "forward_backward", content=image.SerializeToString(), headers=PROTO)
+    promises = [(posted.json(), "no image chunks")]
+    for i, (path, (fields, message)) in enumerate(bodies.items()):
+        promises.append((server.post(path, {"model_id": model_id, "seq_id": 2 + i, **fields}), message))
+    for promise, message in promises:
+        refused = server.result(promise)
+        assert refused["category"] == "user" and message in refused["error"]
+    assert server.run_pass(model_id, 6)[1] > 0
 
 
 def test_a_model_refused_for_load_leaves_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,15 @@ import torch
 from training_requests import build_pass, build_tensor
 
 from prime_rl.training_api import wire
-from prime_rl.training_api.wire import CLASSES, decode_pass, decode_tensor, densify, encode_pass
+from prime_rl.training_api.wire import CLASSES, decode_pass, decode_target, decode_tensor, densify, encode_pass
 
 
 def test_pass_request_round_trip() -> None:
     weights = np.array([0.5, 1.0], dtype=np.float32)
     body = build_pass("m", 3, [([1, 2], {"target_tokens": np.array([2, 3]), "weights": weights})], "ppo", {"x": 2.0})
     request = decode_pass(body)
-    assert (request.model_id, request.seq_id, request.loss_fn, request.loss_config) == ("m", 3, "ppo", {"x": 2.0})
+    assert (decode_target(body).model_id, decode_target(body).seq_id) == ("m", 3)
+    assert (request.loss_fn, request.loss_config) == ("ppo", {"x": 2.0})
     [datum] = request.data
     assert datum.tokens == [1, 2] and datum.inputs["target_tokens"].tolist() == [2, 3]
     assert datum.inputs["weights"].tolist() == [0.5, 1.0] and not request.forward_only
@@ -53,8 +54,9 @@ def test_sparse_indices_outside_of_the_shape_are_refused(rows: Any, columns: Any
 
 @pytest.mark.parametrize("body", [b"\xff" * 40, b"not protobuf at all", b"\x1a\xff\xff\xff\xff\x7f"])
 def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
-    with pytest.raises(ValueError, match="not a ForwardBackwardRequest"):
-        decode_pass(body)
+    for decode in (decode_pass, decode_target):
+        with pytest.raises(ValueError, match="not a ForwardBackwardRequest"):
+            decode(body)
 
 
 def test_impossible_tensors_are_refused() -> None:
