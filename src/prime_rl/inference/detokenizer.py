@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,9 @@ Decode = Callable[[list[int], bool], str]
 """`decode(token_ids, skip_special_tokens)`."""
 
 UNFINISHED = "�"
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""Byte tokens of vocabularies with byte fallback."""
+
 MAX_CONTEXT = 32
 """Tokens that are decoded again with the next one; a model may sample tokens without a text forever."""
 
@@ -49,6 +53,8 @@ class TokenNames:
     def _bytes(self, token: int, text: str) -> list[int]:
         if UNFINISHED in text:  # part of a character: byte-level vocabularies encode its bytes as characters
             word = self._tokenizer.convert_ids_to_tokens(token) or ""
+            if byte := _FALLBACK.fullmatch(word):
+                return [int(byte[1], 16)]
             if all(char in self._alphabet for char in word):
                 return [self._alphabet[char] for char in word]
         return list(text.encode())
@@ -58,7 +64,7 @@ class TokenNames:
 class Detokenizer:
     """Decodes tokens incrementally; a character split across tokens is emitted once it is complete.
 
-    The concatenated pieces equal the text of all tokens (except for a final incomplete character).
+    The concatenated pieces equal the text of all tokens (except for incomplete characters at its end).
     """
 
     decode: Decode
@@ -71,9 +77,10 @@ class Detokenizer:
         """Return the text completed by `token`."""
         self._fresh.append(token)
         text = self.decode(self._context + self._fresh, self.skip_special)
-        # An incomplete character decodes to one replacement character, always at the end.
-        whole = not text.endswith(UNFINISHED)
-        piece = text[self._shown : len(text) if whole else -1]
+        # An incomplete character decodes to replacement characters at the end; with byte fallback to one for each byte.
+        kept = len(text.rstrip(UNFINISHED))
+        whole = kept == len(text)
+        piece = text[self._shown : kept]
         self._shown += len(piece)
         if whole:
             # Decoders that join words depend on the previous text, so the last piece is kept as context, and with it
