@@ -14,6 +14,8 @@ THINK_TAIL = 8
 """An opening reasoning tag is looked for in this many last tokens of a prompt."""
 TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+ARGUMENT_KEYS = {"parameters", "arguments"}
+CALL_KEYS = {"name", "type", "id", *ARGUMENT_KEYS}
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,17 @@ def parse_hermes(text: str) -> tuple[str | None, list[Call]]:
 
 
 def parse_llama(text: str) -> tuple[str | None, list[Call]]:
-    """Parse a text that is entirely `{"name": ..., "parameters": {...}}`, several separated by semicolons."""
+    """Parse a text that is entirely `{"name": ..., "parameters": {...}}`, several separated by semicolons.
+
+    Other JSON objects, such as structured output with a name, remain text.
+    """
     rest = text.strip().removeprefix(PYTHON_TAG).strip()
     calls = []
     try:
         while rest:
             parsed, end = json.JSONDecoder().raw_decode(rest)
+            if not isinstance(parsed, dict) or parsed.keys() - CALL_KEYS or not parsed.keys() & ARGUMENT_KEYS:
+                raise ValueError("not a tool call")
             calls.append(_build_call(parsed, "parameters"))
             rest = rest[end:].lstrip().removeprefix(";").lstrip()
     except (ValueError, RecursionError):
@@ -110,7 +117,7 @@ def _build_call(parsed: Any, key: str) -> Call:
     """Build a call in OpenAI's format; `ValueError` if `parsed` is not a call."""
     if not isinstance(parsed, dict) or not isinstance(parsed.get("name"), str):
         raise ValueError("a tool call must have a name")
-    arguments = parsed.get(key, parsed.get("arguments", {}))
+    arguments = parsed.get(key) or parsed.get("arguments") or {}
     raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     function = {"name": parsed["name"], "arguments": raw}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

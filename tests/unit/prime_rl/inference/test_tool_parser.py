@@ -55,6 +55,19 @@ def test_llama_calls() -> None:
     assert calls(parser, 'I call {"name": "f", "parameters": {}}') == []
 
 
+@pytest.mark.parametrize(
+    "text", ['{"name": "Bob", "age": 5}', '{"name": "Bob"}', '{"name": "f", "parameters": {}, "x": 1}']
+)
+def test_structured_output_with_a_name_is_no_llama_call(text: str) -> None:
+    found = MessageParser("llama").parse(text, has_tools=True)
+    assert (found.content, found.calls) == (text, [])
+
+
+def test_null_arguments_are_none() -> None:
+    assert calls(MessageParser("llama"), '{"type": "function", "name": "f", "parameters": null}') == [("f", {})]
+    assert calls(MessageParser("hermes"), '<tool_call>{"name": "f", "arguments": null}</tool_call>') == [("f", {})]
+
+
 def test_reasoning_is_separated() -> None:
     parser = MessageParser("hermes", reasoning=True)
     found = parser.parse('<think>hm</think>\n\nok <tool_call>{"name": "f"}</tool_call>', has_tools=True)
