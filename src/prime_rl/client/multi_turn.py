@@ -48,6 +48,9 @@ class TokenClient(Protocol):
 RENDERED = ("messages", "tools", "chat_template_kwargs")
 """Request fields that the chat template renders."""
 
+LIMITS = ("max_completion_tokens", "max_tokens")
+"""Request fields that limit the length of a completion."""
+
 
 @dataclass(frozen=True)
 class _Turn:
@@ -153,7 +156,7 @@ class MultiTurnClient:
             fresh = {"model": body["model"], "prompt": text[len(turn.text) :], "add_special_tokens": False}
             if (ids := await self._client.tokenize(fresh)) is not None:
                 tokens = [*turn.tokens, *ids]
-                body = self._with_room(body | {"prompt": tokens}, len(tokens), "max_tokens")
+                body = self._with_room(body | {"prompt": tokens}, len(tokens))
         answer = self._count(await self._client.generate("/completions", body))
         choice = answer.choices[0] if answer.choices else None
         if choice is not None and choice.token_ids is not None and choice.prompt_token_ids is not None:
@@ -202,7 +205,7 @@ class MultiTurnClient:
                 return turn
         return None
 
-    def _with_room(self, body: Body, num_tokens: int, key: str = "max_completion_tokens") -> Body:
+    def _with_room(self, body: Body, num_tokens: int) -> Body:
         """Limit the completion length to `seq_len`; raises the server's context-length error if no tokens are left."""
         seq_len = self._client.seq_len
         if seq_len is None:
@@ -210,7 +213,8 @@ class MultiTurnClient:
         if num_tokens >= seq_len:
             raise self._client.overlong(num_tokens)
         room = seq_len - num_tokens
-        return body | {key: min(body.get(key) or room, room)}
+        given = {key: min(body[key], room) for key in LIMITS if body.get(key) is not None}
+        return body | (given or {"max_tokens": room})
 
 
 class _Create:

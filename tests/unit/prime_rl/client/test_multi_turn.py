@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import pytest
 from fake_transport import END, OPEN, PAIR, Wire, check, decode, encode, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +86,23 @@ def test_seq_len_ends_a_conversation_as_truncated() -> None:
     rollout, [sample] = talk(wire, [[{"role": "user", "content": "long question"}]] * 9)
     assert (rollout.status, rollout.stop_reason) == (Status.TRUNCATED, "prompt_too_long") and rollout.num_turns == 1
     check(wire, [sample])
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_limits_of_the_length_hold_in_every_turn(name: str) -> None:
+    wire = Wire(script=[turn([65] * 8)], seq_len=60)
+    conversation = wire.open_conversation()
+
+    async def main() -> None:
+        messages = [{"role": "user", "content": "q"}]
+        for _ in range(2):
+            answer = await conversation.chat.completions.create(model="m", messages=messages, **{name: 3}, **ARGS)
+            text = answer.choices[0].message.content
+            messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "r"}]
+
+    anyio.run(main)
+    assert [path for path, _ in wire.seen].count("/chat/completions/tokens") == 1
+    assert [len(ids) for _, ids, _ in wire.sampled] == [3, 3]
 
 
 def test_plain_completions_go_on_as_tokens_too() -> None:
