@@ -88,6 +88,8 @@ class Wire(InferenceClient):
                 return {"tokens": encode(body["prompt"])}
             head = body.get("add_generation_prompt", True)
             return {"tokens": encode(self.render(body["messages"], body.get("tools"), head))}
+        if path == "/detokenize":
+            return {"prompt": decode(body["tokens"])}
         if path == "/chat/completions/tokens":
             if not self.has_tokens:
                 raise openai.NotFoundError("no route", response=_response(404), body=None)
@@ -110,6 +112,8 @@ class Wire(InferenceClient):
             "versions": [[0, len(self.sampled)]],
         }
         if path == "/completions":
+            if (stop := next((stop for stop in body.get("stop") or () if stop in text), None)) is not None:
+                text, choice["stop_reason"] = text[: text.index(stop)], stop
             choice |= {"text": text, "logprobs": {"token_logprobs": logprobs}, "prompt_token_ids": prompt}
             return {"choices": [choice]}
         message: dict[str, Any] = {"role": "assistant", "content": text}

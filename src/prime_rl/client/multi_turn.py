@@ -40,6 +40,8 @@ class TokenClient(Protocol):
 
     async def tokenize(self, body: Body) -> list[int] | None: ...
 
+    async def detokenize(self, body: Body) -> str: ...
+
     async def read_turn_end(self, body: Body) -> list[int] | None: ...
 
     def overlong(self, num_tokens: int) -> Exception: ...
@@ -83,7 +85,12 @@ class _TextTurn:
 
     model: str
     text: str
+    """Prompt and completion, without a stop string that ended it."""
     tokens: list[int]
+    answer: str
+    completion_ids: list[int]
+    stopped: bool
+    """Whether a stop string ended it: the tokens stand for more than `text`."""
 
 
 class MultiTurnClient:
@@ -151,21 +158,41 @@ class MultiTurnClient:
         text = body.get("prompt")
         if not body.get("return_token_ids") or not isinstance(text, str):
             return self._count(await self._client.generate("/completions", body))
-        turn = next((t for t in reversed(self._text_turns) if t.model == body["model"] and _is_longer(text, t)), None)
-        if turn is not None and self._client.supports_token_prompts:
-            fresh = {"model": body["model"], "prompt": text[len(turn.text) :], "add_special_tokens": False}
-            if (ids := await self._client.tokenize(fresh)) is not None:
-                tokens = [*turn.tokens, *ids]
-                body = self._with_room(body | {"prompt": tokens}, len(tokens))
+        tokens = await self._extend_text(body["model"], text)
+        if tokens is not None:
+            body = self._with_room(body | {"prompt": tokens}, len(tokens))
         answer = self._count(await self._client.generate("/completions", body))
         choice = answer.choices[0] if answer.choices else None
         if choice is not None and choice.token_ids is not None and choice.prompt_token_ids is not None:
             choice.constrained_by = find_constraint(body)
-            if turn is None:
+            if tokens is None:
                 choice.chat_request = {"prompt": text}
-            tokens = [*choice.prompt_token_ids, *choice.token_ids]
-            self._text_turns.append(_TextTurn(body["model"], text + choice.text, tokens))
+            self._text_turns.append(
+                _TextTurn(
+                    body["model"],
+                    text + choice.text,
+                    [*choice.prompt_token_ids, *choice.token_ids],
+                    choice.text,
+                    choice.token_ids,
+                    choice.finish_reason == "stop" and isinstance(choice.stop_reason, str),
+                )
+            )
         return answer
+
+    async def _extend_text(self, model: str, text: str) -> list[int] | None:
+        """The prompt as tokens; None if it does not extend an earlier turn."""
+        turn = next((t for t in reversed(self._text_turns) if t.model == model and _is_longer(text, t)), None)
+        if turn is None or not self._client.supports_token_prompts:
+            return None
+        known = turn.text
+        if turn.stopped:  # the stop string, which the environment may leave out, and what its last token adds
+            whole = await self._client.detokenize({"tokens": turn.completion_ids})
+            known += whole.removeprefix(turn.answer)
+            if not whole.startswith(turn.answer) or not text.startswith(known):
+                return None
+        fresh = {"model": model, "prompt": text[len(known) :], "add_special_tokens": False}
+        ids = await self._client.tokenize(fresh)
+        return None if ids is None else [*turn.tokens, *ids]
 
     def _count(self, answer: Any) -> Any:
         """Count the sampled tokens of a response, and return it."""

@@ -105,17 +105,39 @@ def test_limits_of_the_length_hold_in_every_turn(name: str) -> None:
     assert [len(ids) for _, ids, _ in wire.sampled] == [3, 3]
 
 
-def test_plain_completions_go_on_as_tokens_too() -> None:
-    wire = Wire(script=[turn([49, 50])])
+def continue_text(wire: Wire, text: str, *stop: str) -> list[int]:
+    """The prompt tokens of the second completion, of `text`; the first one is of "a"."""
     conversation = wire.open_conversation()
 
     async def main() -> list[int]:
-        args = {"model": "m", "logprobs": 1, "extra_body": {"return_token_ids": True}}
+        args = {"model": "m", "logprobs": 1, "stop": stop, "extra_body": {"return_token_ids": True}}
         await conversation.completions.create(prompt="a", **args)
-        answer = await conversation.completions.create(prompt="a12 34", **args)
+        answer = await conversation.completions.create(prompt=text, **args)
         return list(answer.choices[0].prompt_token_ids)
 
-    assert anyio.run(main) == [ord("a"), 49, 50, ord(" "), PAIR + 34]
+    return anyio.run(main)
+
+
+def test_plain_completions_go_on_as_tokens_too() -> None:
+    assert continue_text(Wire(script=[turn([49, 50])]), "a12 34") == [ord("a"), 49, 50, ord(" "), PAIR + 34]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "expected"),
+    [
+        (";34", [ord("a"), 49, ord(";"), PAIR + 34]),  # the environment writes the stop string, the model sampled it
+        (";", [ord("a"), 49, ord(";")]),
+        (" 34", [ord("a"), 49, ord(" "), PAIR + 34]),
+    ],
+)
+def test_a_stop_string_stands_once_in_the_next_prompt(suffix: str, expected: list[int]) -> None:
+    wire = Wire(script=[turn([49, ord(";")])])
+    assert continue_text(wire, "a1" + suffix, ";") == expected
+    assert ("/tokenize" in [path for path, _ in wire.seen]) == suffix.startswith(";")
+
+
+def test_text_behind_a_stop_string_is_not_sent_back() -> None:
+    assert continue_text(Wire(script=[turn([PAIR + 12])]), "a1x", "1") == encode("a1x")
 
 
 texts = st.text("12ab()\n", max_size=5)
