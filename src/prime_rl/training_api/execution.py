@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -41,7 +42,9 @@ class Executor:
                 return {"type": request.kind, "path": fields["path"], "model_id": model.model_id}
             case "optim_step":
                 assert model.adapter is not None
-                return {"metrics": model.adapter.step(fields)}
+                # JSON has no NaN and infinities; the client reads them from text.
+                metrics = model.adapter.step(fields).items()
+                return {"metrics": {name: x if math.isfinite(x) else str(x) for name, x in metrics}}
             case "save_weights":
                 return {"type": request.kind, "path": self._save(model, request, "weights", **fields).path}
             case "save_weights_for_sampler":

@@ -375,6 +375,14 @@ def test_failed_passes_name_the_field(server: Server) -> None:
     assert server.run_pass(model_id, 2)[1] > 0
 
 
+def test_metrics_of_a_diverged_step_are_text(server: Server) -> None:
+    model_id = server.create_model()
+    inputs = {"target_tokens": np.array(TOKENS[1:]), "weights": np.full(len(TOKENS) - 1, np.inf, dtype=np.float32)}
+    body = build_pass(model_id, 1, [(TOKENS[:-1], inputs)])
+    server.result(server.call("POST", "forward_backward", content=body, headers=PROTO).json())
+    assert server.step(model_id, 2) == {"metrics": {"grad_norm": "nan"}}
+
+
 def test_refused_training_requests_hold_up_no_later_ones(server: Server) -> None:
     model_id = server.create_model()
     image = CLASSES["ForwardBackwardRequest"](model_id=model_id, seq_id=1, loss_fn="cross_entropy")
