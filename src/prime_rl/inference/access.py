@@ -21,10 +21,11 @@ control: API key, or without one only from this machine."""
 
 @dataclass(frozen=True)
 class Hosts:
-    """Host names of a server; `local`: it listens on loopback only."""
+    """Host names of a server; `local`: it listens on loopback only; `cure`: what allows another name."""
 
     names: frozenset[str]
     local: bool
+    cure: str = "add it to server.allowed_hosts, or set a key"
 
 
 def build_hosts(server: ServerConfig) -> Hosts:
@@ -58,7 +59,7 @@ def check_page(request: HTTPConnection, access: Access, hosts: Hosts) -> None:
         raise _forbidden(f"{request.url.path} rejects cross-origin requests (Origin: {origin})")
     from_page = any(name == b"origin" for name, _ in headers)
     if host is not None and (hosts.local or access == "control" or from_page):
-        raise _forbidden(f"unknown Host {host!r}: add it to server.allowed_hosts, or set a key")
+        raise _forbidden(f"unknown Host {host!r}: {hosts.cure}")
 
 
 def _forbidden(message: str) -> ApiError:

@@ -43,13 +43,15 @@ def build_app(service: TrainingService) -> Starlette:
     from starlette.middleware import Middleware
     from starlette.routing import Route
 
+    from prime_rl.inference.access import Hosts, check_page
     from prime_rl.inference.async_engine import ClientGone
     from prime_rl.inference.intake import BodyLimit
     from prime_rl.inference.request_parsing import ApiError
-    from prime_rl.runtime.http_access import find_foreign_host, find_foreign_origin, own_hosts
+    from prime_rl.runtime.http_access import LOOPBACK, own_hosts
     from prime_rl.training_api import routes
 
-    hosts = own_hosts(service.config.host)
+    host = service.config.host
+    hosts = Hosts(own_hosts(host), host in LOOPBACK, "use an IP address in TINKER_BASE_URL, or set host to this name")
 
     def answer_error(request: Request, error: Exception) -> Response:
         if isinstance(error, ApiError | HTTPException):
@@ -70,9 +72,7 @@ def build_app(service: TrainingService) -> Starlette:
 
     def wrap(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            headers = request.scope["headers"]
-            if find_foreign_origin(headers) is not None or find_foreign_host(headers, hosts) is not None:
-                return routes.reply({"detail": "requests of web pages are refused"}, 403)
+            check_page(request, "read", hosts)
             key = request.headers.get("x-api-key", "")
             if not key:
                 return routes.reply({"detail": "the header X-API-Key is missing: set TINKER_API_KEY to any key"}, 401)

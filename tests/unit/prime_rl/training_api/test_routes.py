@@ -304,7 +304,8 @@ def test_hostile_requests_get_clear_errors(server: Server) -> None:
     assert status("POST", "retrieve_future", json={"request_id": ["x"]})[0] == 422
     origin = {"origin": "http://evil.example"}
     assert status("POST", "create_session", json={}, headers=origin)[0] == 403
-    assert status("POST", "create_session", json={}, headers={"host": "evil.example"})[0] == 403
+    refused = status("POST", "create_session", json={}, headers={"host": "evil.example"})
+    assert refused[0] == 403 and "unknown Host 'evil.example': use an IP address in TINKER_BASE_URL" in refused[1]
     for path in ("tinker://../../etc/weights/x", "tinker://m/weights/..", "/etc/passwd", "tinker://m/other/x"):
         assert status("POST", "weights_info", json={"tinker_path": path})[0] in (404, 422)
     model_id = server.create_model()
@@ -317,6 +318,15 @@ def test_hostile_requests_get_clear_errors(server: Server) -> None:
     assert "available: tiny-qwen3" in status("POST", "create_model", json={**model, "base_model": "x"})[1]
     dimuon = {"optimizer_config": {"type": "dimuon"}, "lora_config": {"rank": 4}}
     assert "use adamw" in status("POST", "create_model", json={**model, **dimuon})[1]
+
+
+def test_a_server_on_a_network_has_any_name(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service, "config", server.service.config.model_copy(update={"host": "0.0.0.0"}))
+    client = TestClient(build_app(server.service), base_url="http://gpu.example:8010")
+    key = {"x-api-key": "tml-a"}
+    assert client.get("/api/v1/healthz", headers=key).status_code == 200
+    for origin in ("http://gpu.example:8010", "http://evil.example"):  # pages of a rebound name, and of another one
+        assert client.get("/api/v1/healthz", headers={**key, "origin": origin}).status_code == 403
 
 
 def test_compressed_passes_give_the_same_bits(server: Server) -> None:
