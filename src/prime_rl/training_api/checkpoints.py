@@ -142,7 +142,8 @@ class AdapterStore:
         if saved is not None and saved.request_id == info.request_id:
             return saved
         if final.exists() and not overwrite:
-            raise ValueError(f"{info.path} exists: choose another name, or overwrite=True")
+            cure = ", or overwrite=True" if info.kind == "weights" else ""  # the client has it for these only
+            raise ValueError(f"{info.path} exists: choose another name{cure}")
         tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapter.adapter.tensors.items()}
         moments = adapter.optimizer_tensors() if info.kind == "weights" else {}
         size = sum(t.numel() * t.element_size() for t in (*tensors.values(), *moments.values()))
@@ -179,9 +180,16 @@ class AdapterStore:
             raise NotFound(f"there is no checkpoint {path} for this API key")
         return info
 
-    def read(self, info: AdapterCheckpoint) -> tuple[AdapterConfig, dict[str, Any], dict[str, Any]]:
-        """Adapter configuration, tensors and moments."""
+    def locate(self, info: AdapterCheckpoint) -> Path:
+        """Directory of a checkpoint; `NotFound` for one that was deleted."""
         directory = self.directory(info.model_id, info.kind, info.name)
+        if not directory.is_dir():
+            raise NotFound(f"{info.path} was deleted")
+        return directory
+
+    def read(self, info: AdapterCheckpoint) -> tuple[AdapterConfig, dict[str, Any], dict[str, Any]]:
+        """Adapter configuration, tensors and moments; `NotFound` for a checkpoint that was deleted."""
+        directory = self.locate(info)
         adapter = load_adapter(directory)
         moments = load_file(directory / OPTIMIZER_FILE) if (directory / OPTIMIZER_FILE).is_file() else {}
         return AdapterConfig(**info.config), adapter.tensors, moments

@@ -10,7 +10,6 @@ import hashlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.configuration.command import run_command
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore
+    from prime_rl.training_api.checkpoints import AdapterStore
     from prime_rl.training_api.config import SamplingServerConfig, ServeConfig
     from prime_rl.training_api.routes import Handler
     from prime_rl.training_api.server_sampling import ServerSampling
@@ -174,11 +173,7 @@ def build_sampling(config: SamplingServerConfig, store: AdapterStore) -> ServerS
     key = os.environ.get(config.api_key_var) if config.api_key_var else None
     if config.api_key_var and not key:
         raise ValueError(f"sampling.api_key_var: the environment has no {config.api_key_var}")
-
-    def find_directory(checkpoint: AdapterCheckpoint) -> Path:
-        return store.directory(checkpoint.model_id, checkpoint.kind, checkpoint.name)
-
-    return ServerSampling(config.url, find_directory, key, config.timeout)
+    return ServerSampling(config.url, store.locate, key, config.timeout)
 
 
 def serve(config: ServeConfig) -> int:

@@ -262,6 +262,20 @@ def test_unloaded_adapters_are_read_again(server: Server) -> None:
     assert results[0] == results[1] and len(set(results[0])) == 3
 
 
+def test_errors_of_named_weights_say_what_to_do(server: Server) -> None:
+    model_id = server.create_model()
+    found = []
+    for i, kind in enumerate(["save_weights", "save_weights_for_sampler"] * 2):
+        found.append(server.result(server.post(kind, {"model_id": model_id, "seq_id": 1 + i, "path": "one"})))
+    path = found[1]["path"]
+    assert found[2]["error"].endswith("/one exists: choose another name, or overwrite=True")
+    assert found[3]["error"] == f"{path} exists: choose another name"
+    sampler = server.open_sampler(model_path=path)
+    server.call("DELETE", f"training_runs/{model_id}/checkpoints/sampler_weights/one")
+    refused = server.result(server.sample(sampler, 0, {"max_tokens": 1}))
+    assert refused == {"error": f"{path} was deleted", "category": "user"}
+
+
 def test_ids_of_another_key_do_not_exist(server: Server) -> None:
     model_id = server.create_model()
     promise = server.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "mine"})
