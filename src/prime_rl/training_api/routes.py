@@ -133,15 +133,22 @@ async def create_session(service: TrainingService, owner: str, request: Request)
 
 
 async def heartbeat(service: TrainingService, owner: str, request: Request) -> Response:
-    """Keep a session open."""
-    service.find_session((await read(request)).get("session_id"), owner)
+    """Keep a session open; the client stops its heartbeats after 410."""
+    try:
+        service.find_session((await read(request)).get("session_id"), owner)
+    except NotFound as error:
+        return reply({"detail": str(error)}, 410)
     return reply({"type": "session_heartbeat"})
 
 
+# The client repeats a request whose response is lost, so what is gone already counts as ended, unloaded or deleted.
+
+
 async def finish_session(service: TrainingService, owner: str, request: Request) -> Response:
-    """End a session."""
-    session = service.find_session(request.path_params["session_id"], owner)
-    await service.end_session(session.session_id)
+    """End a session, if it is open."""
+    with contextlib.suppress(NotFound):
+        session = service.find_session(request.path_params["session_id"], owner)
+        await service.end_session(session.session_id)
     return reply({})
 
 
@@ -316,10 +323,11 @@ async def get_info(service: TrainingService, owner: str, request: Request) -> Re
 
 
 async def unload_model(service: TrainingService, owner: str, request: Request) -> Response:
-    """Forget a model."""
-    model = service.find_model((await read(request)).get("model_id"), owner)
-    await service.training.unload(model.model_id)
-    return reply({"type": "unload_model", "model_id": model.model_id})
+    """Forget a model, if it is loaded."""
+    model_id = field(await read(request), "model_id", str, "")
+    with contextlib.suppress(NotFound):
+        await service.training.unload(service.find_model(model_id, owner).model_id)
+    return reply({"type": "unload_model", "model_id": model_id})
 
 
 async def create_sampling_session(service: TrainingService, owner: str, request: Request) -> Response:
@@ -492,19 +500,31 @@ async def get_run(service: TrainingService, owner: str, request: Request) -> Res
     return reply(found)
 
 
-def _own_checkpoint(service: TrainingService, owner: str, request: Request) -> AdapterCheckpoint:
+def _read_path(request: Request) -> str:
     params = request.path_params
     path = f"tinker://{params['model_id']}/{params['kind']}/{params['name']}"
     split_path(path)
-    info = service.store.find(path, owner)
+    return path
+
+
+def _check_owner(info: AdapterCheckpoint, owner: str) -> AdapterCheckpoint:
     if info.owner != owner:
-        raise NotFound(f"{path} belongs to another API key: it can be read, not changed")
+        raise NotFound(f"{info.path} belongs to another API key: it can be read, not changed")
     return info
 
 
+def _own_checkpoint(service: TrainingService, owner: str, request: Request) -> AdapterCheckpoint:
+    return _check_owner(service.store.find(_read_path(request), owner), owner)
+
+
 async def delete_checkpoint(service: TrainingService, owner: str, request: Request) -> Response:
-    """Delete a checkpoint."""
-    await service.delete(_own_checkpoint(service, owner, request))
+    """Delete a checkpoint, if it exists."""
+    path = _read_path(request)
+    try:
+        info = service.store.find(path, owner)
+    except NotFound:
+        return Response(status_code=204)
+    await service.delete(_check_owner(info, owner))
     return Response(status_code=204)
 
 

@@ -54,6 +54,17 @@ def test_sessions_are_listed_and_finished(server: Server) -> None:
     assert model_id not in server.service.trainer.adapters
 
 
+def test_ends_may_be_repeated_and_heartbeats_stop(server: Server) -> None:
+    session = server.post("create_session")["session_id"]
+    model_id = server.create_model()
+    server.result(server.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"}))
+    for _ in range(2):
+        assert server.call("DELETE", f"training_runs/{model_id}/checkpoints/weights/one").status_code == 204
+        assert server.post("unload_model", {"model_id": model_id})["model_id"] == model_id
+        assert server.post(f"sessions/{session}/finish") == {}
+    assert server.call("POST", "session_heartbeat", json={"session_id": session}).status_code == 410
+
+
 def test_training_lowers_the_loss_and_info_names_the_rank(server: Server) -> None:
     model_id = server.create_model()
     losses = []
@@ -286,13 +297,20 @@ def test_ids_of_another_key_do_not_exist(server: Server) -> None:
         server.call("POST", "forward_backward", "tml-b", content=body, headers=PROTO),
         server.call("POST", "optim_step", "tml-b", json={"model_id": model_id, "seq_id": 2, "adam_params": {}}),
         server.call("POST", "get_info", "tml-b", json={"model_id": model_id}),
-        server.call("POST", "unload_model", "tml-b", json={"model_id": model_id}),
-        server.call("POST", "session_heartbeat", "tml-b", json={"session_id": server.session}),
         server.call("POST", "load_weights", "tml-b", json={"path": path, "optimizer": False}),
         server.call("GET", f"samplers/{sampler}", "tml-b"),
-        server.call("DELETE", f"training_runs/{model_id}/checkpoints/weights/mine", "tml-b"),
     ]
     assert [reply.status_code for reply in refused] == [404] * len(refused)
+    without_effect = [
+        server.call("POST", "unload_model", "tml-b", json={"model_id": model_id}),
+        server.call("POST", f"sessions/{server.session}/finish", "tml-b", json={}),
+        server.call("DELETE", f"training_runs/{model_id}/checkpoints/weights/mine", "tml-b"),
+    ]
+    assert [reply.status_code for reply in without_effect] == [200, 200, 204], "as for ids that do not exist"
+    assert server.post("get_info", {"model_id": model_id})["lora_rank"] == 4
+    assert server.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
+    heartbeat = {"session_id": server.session}
+    assert server.call("POST", "session_heartbeat", "tml-b", json=heartbeat).status_code == 410
     request = {"request_id": promise["request_id"]}
     assert server.call("POST", "retrieve_future", "tml-b", json=request).status_code == 410
     assert server.call("GET", "checkpoints", "tml-b").json()["checkpoints"] == []
