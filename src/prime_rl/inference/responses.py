@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_rl.inference.detokenizer import Decode, Detokenizer, TokenNames
+from prime_rl.inference.detokenizer import UNFINISHED, Decode, Detokenizer, TokenNames
 from prime_rl.inference.engine import Output, StreamUpdate, TopLogprobs
 from prime_rl.inference.request_parsing import ApiError, ParsedRequest
 from prime_rl.inference.tool_parser import MessageParser
@@ -87,10 +87,10 @@ class Writer:
         if not parsed.logprobs or scores is None:
             return
         part = StreamUpdate(scored.request, 0, prompt[1:], scores.logprobs, scores.top_logprobs)
-        first = f"token_id:{prompt[0]}" if parsed.names_as_ids else self.names[prompt[0]][0]
-        before, after = self.completion_logprobs(part, parsed, len(first)), choice["logprobs"]
+        start = len(self.names[prompt[0]][0])
+        before, after = self.completion_logprobs(part, parsed, start), choice["logprobs"]
         choice["logprobs"] = {
-            "tokens": [first, *before["tokens"], *after["tokens"]],
+            "tokens": [self._name(prompt[0], parsed), *before["tokens"], *after["tokens"]],
             "token_logprobs": [None, *before["token_logprobs"], *after["token_logprobs"]],
             "top_logprobs": [None, *before["top_logprobs"], *after["top_logprobs"]],
             "text_offset": [0, *before["text_offset"], *(len(text) + offset for offset in after["text_offset"])],
@@ -119,25 +119,34 @@ class Writer:
             item["top_logprobs"] = [entry(*pair) for pair in tops[i]] if tops else []
         return {"content": content, "refusal": None}
 
+    def _name(self, token: int, parsed: ParsedRequest) -> str:
+        """A token in the log-probs of a completion; parts of characters are named by their bytes, as by OpenAI."""
+        if parsed.names_as_ids:
+            return f"token_id:{token}"
+        text, raw = self.names[token]
+        return text if UNFINISHED not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
     def completion_logprobs(self, output: Output | StreamUpdate, parsed: ParsedRequest, offset: int = 0) -> Json:
         """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`."""
-
-        def name(token: int) -> str:
-            return f"token_id:{token}" if parsed.names_as_ids else self.names[token][0]
-
-        tokens = [name(token) for token in output.token_ids]
-        offsets = list(itertools.accumulate((len(token) for token in tokens), initial=offset))[:-1]
-        given = output.top_logprobs or [[] for _ in tokens]
-        tops = [{name(token): logprob for token, logprob in top} for top in given]
+        tokens = [self._name(token, parsed) for token in output.token_ids]
+        offsets = list(itertools.accumulate(self.lengths(output.token_ids), initial=offset))[:-1]
+        tops: list[dict[str, float]] = [{} for _ in tokens]
+        for found, top in zip(tops, output.top_logprobs, strict=False):
+            for token, logprob in top:  # of tokens with the same text, the most likely one
+                found.setdefault(self._name(token, parsed), logprob)
         # Clients expect the sampled token among its alternatives even if it is not one of the most likely.
-        for i, top in enumerate(tops):
-            top.setdefault(tokens[i], output.logprobs[i])
+        for i, found in enumerate(tops):
+            found.setdefault(tokens[i], output.logprobs[i])
         return {
             "tokens": tokens,
             "token_logprobs": output.logprobs,
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def lengths(self, token_ids: Sequence[int]) -> list[int]:
+        """Characters of the text of each token."""
+        return [len(self.names[token][0]) for token in token_ids]
 
     def message(self, text: str, parsed: ParsedRequest) -> tuple[Json, bool]:
         """The assistant message, and whether it calls tools."""
@@ -248,7 +257,7 @@ class ChoiceStream:
     def _completion_logprobs(self, event: StreamUpdate) -> Json:
         """Offsets are those of the tokens, some of whose text may still be buffered."""
         logprobs = self.writer.completion_logprobs(event, self.parsed, self._offset)
-        self._offset += sum(map(len, logprobs["tokens"]))
+        self._offset += sum(self.writer.lengths(event.token_ids))
         return logprobs
 
 

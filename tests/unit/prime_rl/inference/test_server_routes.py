@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from starlette.responses import Response
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import EngineStats, GenerationRequest
+from prime_rl.inference.responses import Writer
 from prime_rl.inference.routes import openai as routes
 from prime_rl.inference.server import choose_backend
 from rollouts.kernels import native
@@ -122,6 +124,20 @@ def test_echo_puts_the_prompt_before_the_completion(server: RunningServer) -> No
     assert logprobs["token_logprobs"][4:] == plain["logprobs"]["token_logprobs"]
     assert logprobs["tokens"][:4] == list("abcd") and logprobs["text_offset"][:5] == [0, 1, 2, 3, 4]
     assert server.post("/v1/completions", {**body, "stream": True}).status_code == 400
+
+
+def test_alternatives_with_equal_text_keep_the_likeliest() -> None:
+    parts = {3: ("\ufffd", [0xE2, 0x82]), 4: ("\ufffd", [0xF0])}
+    names: Any = {0: ("a", [97]), 1: ("a", [97]), 2: ("b", [98]), **parts}
+    tops = [[(0, -1.0), (1, -2.0)], [(2, -1.0), (3, -1.5), (4, -3.0)]]
+    drawn: Any = SimpleNamespace(token_ids=[3, 2], logprobs=[-2.5, -1.0], top_logprobs=tops)
+    asked: Any = SimpleNamespace(names_as_ids=False)
+    found = Writer("m", lambda ids, skip: "", names).completion_logprobs(drawn, asked)
+    assert found["tokens"] == ["bytes:\\xe2\\x82", "b"] and found["text_offset"] == [0, 1]
+    assert found["top_logprobs"] == [
+        {"a": -1.0, "bytes:\\xe2\\x82": -2.5},
+        {"b": -1.0, "bytes:\\xe2\\x82": -1.5, "bytes:\\xf0": -3.0},
+    ]
 
 
 def test_a_prompt_comes_back_without_a_completion(server: RunningServer) -> None:
