@@ -79,11 +79,15 @@ def prepare_resume(run: RunDir, requested: int) -> None:
 
 
 def check_model_not_removed(config: RLConfig, removed: Path) -> None:
-    """`ValueError` if --clean would remove the initial weights of the run."""
-    if Path(config.model.name).resolve().is_relative_to(removed.resolve()):
-        raise ValueError(
-            f"model.name {config.model.name} is in {removed}, which --clean would empty: choose another --output-dir"
-        )
+    """`ValueError` if --clean would remove the initial weights of the run, or those of its teacher."""
+    names: dict[str, str | None] = {"model.name": config.model.name}
+    if config.teacher_inference is not None:
+        names["teacher_inference.model.name"] = config.teacher_inference.model.name
+    if config.orchestrator.teacher_model is not None:
+        names["orchestrator.teacher_model.model.name"] = config.orchestrator.teacher_model.model.name
+    for key, name in names.items():
+        if name is not None and Path(name).expanduser().resolve().is_relative_to(removed.resolve()):
+            raise ValueError(f"{key} {name} is in {removed}, which --clean would empty: choose another --output-dir")
 
 
 def remove_steps(root: Path, steps: Sequence[int]) -> None:

@@ -145,6 +145,14 @@ def test_clean_spares_the_weights_it_starts_from(tmp_path: Path) -> None:
     assert complete_steps(tmp_path / "weights") == [3]
 
 
+def test_clean_spares_the_weights_of_the_teacher(tmp_path: Path) -> None:
+    model = publish(tmp_path / "weights", 3)
+    config = parse("--output_dir", str(tmp_path), "--clean", "--orchestrator.teacher_model.model.name", str(model))
+    with pytest.raises(ValueError, match=r"teacher_\w+\.model\.name"):
+        output_dir.prepare_output_dir(config)
+    assert complete_steps(tmp_path / "weights") == [3]
+
+
 def test_half_written_steps_are_swept_away(tmp_path: Path) -> None:
     left = tmp_path / "weights" / ".tmp-step_3-abc"
     left.mkdir(parents=True)
