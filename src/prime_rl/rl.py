@@ -170,7 +170,7 @@ def report_failure(failure: ChildFailed) -> int:
 
 
 def submit_deployment(config: RLConfig) -> int:
-    """Write the files of a deployment and submit it. A single-node run prepares its output directory on the node."""
+    """Write the files of a deployment and submit it. A single node prepares its output directory, without --clean."""
     from prime_rl.deployment.launch import build_files, deploy
     from prime_rl.launcher.cluster_layout import is_single_node, plan_cluster
 
@@ -178,10 +178,12 @@ def submit_deployment(config: RLConfig) -> int:
     assert deployment.type != "local"
     layout, configs = plan_cluster(config)
     build_files(layout, configs, deployment, config.output_dir)  # raises before any file is moved
-    if not is_single_node(deployment, config.inference is not None) and deployment.type != "kubernetes":
+    on_one_node = is_single_node(deployment, config.inference is not None)
+    if deployment.type != "kubernetes" and (config.clean or not on_one_node):
         with lock_output_dir(config.output_dir):
             prepare_output_dir(config)
-            write_configs(config)
+            if not on_one_node:
+                write_configs(config)
     return deploy(layout, configs, deployment, config.output_dir)
 
 

@@ -99,7 +99,9 @@ def build_single_node_layout(config: RLConfig, deployment: Cluster) -> tuple[Lay
             "deployment.num_infer_nodes = 0 runs rl on a single node: leave num_teacher_nodes and "
             "num_infer_replicas out, or set num_infer_nodes"
         )
-    local = config.model_copy(update={"deployment": LocalDeployment()})
+    # Steps that --clean removes are removed at submission where possible: a job that is queued again keeps its own.
+    cleans = config.clean and isinstance(deployment, KubernetesDeployment)
+    local = config.model_copy(update={"deployment": LocalDeployment(), "clean": cleans})
     task = Task("rl", "prime_rl.rl", "rl.toml", (0,), gpus=None, is_work=True)
     return Layout((Node("rl", deployment.gpus_per_node),), (task,)), {"rl": local}
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseConfig
 
 OR_CLEAN = ", or remove its steps with --clean"
+SINGLE_USE = ("clean", "open")
+"""Options of one start. They are recorded as off, so that a start from the recorded configuration removes nothing."""
 
 
 @contextmanager
@@ -37,8 +39,10 @@ def lock_output_dir(out: Path) -> Iterator[None]:
 def prepare_output_dir(config: RLConfig) -> None:
     """Separate the run from files of an earlier one, remove incomplete steps, and set up --resume or --clean."""
     run = RunDir(config.output_dir)
-    if config.clean and config.resume:
-        raise ValueError("clean would remove the steps that resume needs: leave one of them out")
+    resumes = config.ckpt is not None and config.ckpt.resume_step is not None
+    if config.clean and resumes:
+        key = "resume" if config.resume else "ckpt.resume_step"
+        raise ValueError(f"clean would remove the steps that {key} needs: leave one of them out")
     for root in run.step_dirs:
         remove_unfinished(root)
     if config.ckpt is not None and config.ckpt.resume_step is not None:
@@ -104,7 +108,7 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
     from prime_rl.utils.pydantic_config import write_config
 
     parts: dict[str, BaseConfig] = {
-        "rl": config,
+        "rl": config.model_copy(update=dict.fromkeys(SINGLE_USE, False)),
         "orchestrator": config.orchestrator,
         "trainer": config.trainer,
         "eval": build_eval_config(config),
@@ -115,7 +119,8 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
         parts["teacher_inference"] = config.teacher_inference
     paths = {name: RunDir(config.output_dir).config(name) for name in parts}
     for name, part in parts.items():
-        write_config(part, paths[name])
+        sources = {key: source for key, source in part.provenance.items() if key not in SINGLE_USE}
+        write_config(part, paths[name], sources)
     return paths
 
 

@@ -28,11 +28,13 @@ from prime_rl.deployment.layout import KEY_VARIABLE, Layout
 from prime_rl.deployment.ray_job import Host, RayPlan, RayTask, read_plan, supervise
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.launcher import cluster_layout
+from prime_rl.launcher.output_dir import prepare_output_dir
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.rl import rl
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.sft.deployment import build_layout as lay_out_sft
 from prime_rl.utils.pydantic_config import BaseConfig, parse_argv
+from rollouts.training.steps import complete_steps, publish_step
 
 KINDS: dict[str, list[str]] = {
     "slurm": ["--deployment.partition", "gpu nodes", "--deployment.options", '{"account": "a b"}'],
@@ -161,6 +163,19 @@ def test_one_machine_runs_rl_whole_with_its_gpu_lists(kind: str, tmp_path: Path)
     assert isinstance(config, RLConfig) and isinstance(config.deployment, LocalDeployment)
     assert config.trainer_gpu_ids == [2, 3] and task.is_work and len(layout.places) == 1
     assert "CUDA_VISIBLE_DEVICES" not in files["rl.sh"]
+
+
+def test_a_job_queued_again_keeps_its_steps_with_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "submit", lambda _: "17")
+    out = tmp_path / "run"
+    publish_step(out / "weights", 1, lambda directory: None)
+    assert rl(parse("slurm", "--output-dir", str(out), "--clean")) == 0
+    assert not complete_steps(out / "weights")
+    on_node = parse_argv(RLConfig, ["@", str(out / "deployment" / "rl.toml")], "rl", {})[0]
+    publish_step(out / "weights", 2, lambda directory: None)
+    with pytest.raises(ValueError, match="earlier run"):
+        prepare_output_dir(on_node)
+    assert complete_steps(out / "weights") == [2]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -122,6 +122,8 @@ def test_resume_is_the_latest_commit(tmp_path: Path) -> None:
     assert named.ckpt is not None and named.ckpt.resume_step == 4
     with pytest.raises(ValueError, match="clean would remove the steps that resume"):
         prepare_output_dir(parse("--output-dir", str(tmp_path), "--resume", "--clean"))
+    with pytest.raises(ValueError, match=r"clean would remove the steps that ckpt\.resume_step"):
+        prepare_output_dir(parse("--output-dir", str(tmp_path), "--ckpt.resume_step", "4", "--clean"))
 
 
 def test_clean_removes_steps_and_keeps_records(tmp_path: Path) -> None:
@@ -176,3 +178,13 @@ def test_each_process_reads_back_what_rl_resolved(tmp_path: Path) -> None:
     assert trainer == config.trainer and trainer.max_steps == 7 and trainer.optim.max_norm is None
     assert inference == config.inference
     assert parse_argv(RLConfig, ["@", str(paths["rl"])], "rl")[0] == config
+
+
+def test_a_recorded_configuration_removes_no_steps(tmp_path: Path) -> None:
+    paths = output_dir.write_configs(parse("--output_dir", str(tmp_path), "--clean", "--open"))
+    model = publish(tmp_path / "weights", 3)
+    recorded = parse_argv(RLConfig, ["@", str(paths["rl"])], "rl")[0]
+    assert not recorded.open
+    with pytest.raises(ValueError, match="earlier run"):
+        output_dir.prepare_output_dir(recorded)
+    assert model.is_dir()
