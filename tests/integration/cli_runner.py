@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ class Runner:
                 env={**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: mark},
                 # Not a session: Linux schedules each as a whole, and one that spins can let others wait for seconds.
                 process_group=0,
+                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # as in the foreground
             )
         command = Command(name, process, out_path, err_path, mark)
         self.commands.append(command)

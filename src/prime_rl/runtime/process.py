@@ -110,7 +110,8 @@ class Supervisor:
     """A context manager for child processes, which are all stopped on exit.
 
     With `handle_signals`, the first Ctrl-C (or SIGTERM) raises `KeyboardInterrupt` (`SystemExit`) from the next wait
-    and so stops the children cleanly; the second kills them. Must then be entered in the main thread.
+    and so stops the children cleanly; the second kills them. Must then be entered in the main thread. Signals that the
+    caller ignores, such as SIGHUP under nohup, stay ignored.
     """
 
     logs_dir: Path
@@ -129,7 +130,8 @@ class Supervisor:
         self.logs_dir.mkdir(parents=True, exist_ok=True)
         if self.handle_signals:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                self._previous[number] = signal.signal(number, self._on_signal)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._on_signal)
         adopt_orphans()
         self._guard = start_guard(self._token)
         return self

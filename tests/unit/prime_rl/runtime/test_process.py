@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ def start_launcher(logs: Path, grace_s: float = 10.0) -> tuple[subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # also where the tests run in the background
     )
     until(says(logs / "tree.log", "worker "), "the worker")
     until(says(logs / "stubborn.log", "ready"), "the stubborn child")
@@ -206,6 +208,19 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_period(tmp_path: Path) -> N
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=DEADLINE_S)
     assert not any(map(is_alive, pids))
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
+    """As SIGHUP does under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Supervisor(tmp_path) as supervisor:
+            os.kill(os.getpid(), signal.SIGHUP)
+            supervisor.check()
+            assert signal.getsignal(signal.SIGTERM) == supervisor._on_signal
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_ctrl_c_while_sigterm_is_being_sent_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
