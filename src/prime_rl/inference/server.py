@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from prime_rl.inference.service import ServerState
 
 KEEP_ALIVE_S = 120
+BACKLOG = 1024
+"""Connections that wait while the model is loaded."""
 SWITCH_INTERVAL_S = 0.0005
 """The engine reacquires the GIL after each operator; with Python's default of 5 ms, busy handlers would delay it."""
 
@@ -117,13 +119,17 @@ def run_app(settings: uvicorn.Config, listener: socket.socket, engine: AsyncEngi
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket to the address before the model is loaded; `ValueError` if it is in use."""
+    """Listen on the address before the model is loaded; `ValueError` if it is in use.
+
+    Sockets that only bind could share an address. Requests wait until the server runs.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Explicit IPPROTO_TCP: asyncio disables Nagle's algorithm (40 ms per response) only for sockets created with it.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
+        bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
         reason = os.strerror(error.errno) if error.errno else str(error)

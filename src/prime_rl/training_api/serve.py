@@ -183,7 +183,6 @@ def serve(config: ServeConfig) -> int:
 
     share_heap()
     listener = bind(config.host, config.port)
-    listener.listen(1024)  # clients of a restarted server wait for its start
     from loguru import logger
 
     from prime_rl.runtime.http_access import LOOPBACK

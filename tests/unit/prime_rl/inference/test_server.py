@@ -36,6 +36,7 @@ from prime_rl.inference.routes.score import SCORE_ROUTES, ScoreRequest
 from prime_rl.inference.server import bind
 from prime_rl.inference.service import build_service, sampling_defaults
 from prime_rl.inference.weight_dirs import resolve_allowed
+from prime_rl.runtime.machine import check_port_free
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
@@ -513,13 +514,20 @@ def test_wrong_configs_are_one_sentence() -> None:
 
 def test_used_port_is_reported_before_loading() -> None:
     with bind("127.0.0.1", 0) as taken:
-        taken.listen()
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "prime_rl.inference.server", "--server.port", str(port)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ.copy())
     assert done.returncode == 2
     assert f"server.port {port}" in done.stderr
     assert len(done.stderr.splitlines()) <= 3
+
+
+def test_a_server_that_loads_its_model_has_its_port() -> None:
+    with bind("127.0.0.1", 0) as loading:
+        port = loading.getsockname()[1]
+        for use in (check_port_free, bind):
+            with pytest.raises(ValueError, match=f"port {port}"):
+                use("127.0.0.1", port)
 
 
 def build_writer() -> Writer:
