@@ -21,11 +21,11 @@ from prime_rl.launcher.gpus import (
     describe_assignment,
     explain_assignment,
 )
-from prime_rl.launcher.output_dir import lock_output_dir, prepare_output_dir, write_configs
+from prime_rl.launcher.output_dir import prepare_output_dir, write_configs
 from prime_rl.launcher.summary import describe_stop, summarize
 from prime_rl.runtime.machine import check_port_free, read_cpu_seconds
 from prime_rl.runtime.process import ChildFailed, Supervisor
-from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir, lock_output_dir
 from prime_rl.runtime.run_page import offer_page
 from prime_rl.runtime.run_state import StateRecorder
 from rollouts.training.steps import latest_step
@@ -45,7 +45,7 @@ def rl(config: RLConfig) -> int:
     started, cpu_started = time.monotonic(), read_cpu_seconds()
     gpus = assign_gpus(config)
     check_inputs(config)
-    with lock_output_dir(config.output_dir):
+    with lock_output_dir(config.output_dir, *CKPT_PARTS):
         prepare_output_dir(config)
         try:
             with offer_page(config.output_dir, config.open):
@@ -180,7 +180,7 @@ def submit_deployment(config: RLConfig) -> int:
     build_files(layout, configs, deployment, config.output_dir)  # raises before any file is moved
     on_one_node = is_single_node(deployment, config.inference is not None)
     if deployment.type != "kubernetes" and (config.clean or not on_one_node):
-        with lock_output_dir(config.output_dir):
+        with lock_output_dir(config.output_dir, *CKPT_PARTS):
             prepare_output_dir(config)
             if not on_one_node:
                 write_configs(config)

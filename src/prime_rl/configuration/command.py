@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +15,7 @@ from prime_rl.runtime.interrupts import end_on_signals, report_interrupt, unwind
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.redacted_output import protect_output
 from prime_rl.runtime.redaction import register_config
-from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.run_dir import RunDir, lock_output_dir
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseConfig
@@ -30,13 +31,15 @@ def run_command(
     preview: Callable[[Any], str | None] = lambda _: None,
     record: bool = False,
     writes: bool = True,
+    locks: Callable[[Any], str | None] = lambda _: None,
 ) -> NoReturn:
     """Run a command and exit with 0 (success), 2 (`ValueError`: invalid input) or 1 (failure).
 
     `config_cls` is the config class that `run` takes, or its location as "module:name", imported when needed.
     `explain` returns comment lines that --dry-run prints before the values; `preview` returns text printed instead of
     them. With `record` the resolved config is written to `<output_dir>/configs/<prog>.toml`. `writes`: whether the
-    command writes to `output_dir`, which is then created.
+    command writes to `output_dir`, which is then created. `locks` returns the part of it that no other process may
+    write; a process that a launcher starts leaves the lock to it.
     """
     protect_output()
     argv = sys.argv[1:]
@@ -70,9 +73,10 @@ def run_command(
             return 0
         if writes:
             _check_output_dir(config)
-        if record:
-            _record(config, prog)
-        return run(config)
+        with _lock(config, locks(config)):
+            if record:
+                _record(config, prog)
+            return run(config)
 
     exit_with_errors(execute, debug=debug)
 
@@ -165,6 +169,13 @@ def _check_output_dir(config: BaseConfig) -> None:
         reason = error.strerror or str(error)
     if reason is not None:
         raise ValueError(f"output_dir {path} cannot be written ({reason}): choose another --output-dir")
+
+
+def _lock(config: Any, part: str | None) -> AbstractContextManager[None]:
+    """Lock a part of `output_dir`, unless a launcher has locked it for this process."""
+    if part is None or TOKEN_VARIABLE in os.environ:
+        return nullcontext()
+    return lock_output_dir(config.output_dir, part)
 
 
 def _record(config: BaseConfig, prog: str) -> None:

@@ -1,11 +1,10 @@
-"""The output directory of `rl`: lock, leftovers of earlier runs, resumption, configuration files."""
+"""The output directory of `rl`: leftovers of earlier runs, resumption, configuration files."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,34 +21,24 @@ SINGLE_USE = ("clean", "open")
 """Options of one start. They are recorded as off, so that a start from the recorded configuration removes nothing."""
 
 
-@contextmanager
-def lock_output_dir(out: Path) -> Iterator[None]:
-    """Exclusive lock on the output directory of a run, released when this process exits."""
-    import fcntl
-
-    out.mkdir(parents=True, exist_ok=True)
-    with RunDir(out).lock.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"output_dir {out} is in use by another rl: choose another --output-dir") from None
-        yield
-
-
 def prepare_output_dir(config: RLConfig) -> None:
     """Separate the run from files of an earlier one, remove incomplete steps, and set up --resume or --clean."""
-    run = RunDir(config.output_dir)
-    resumes = config.ckpt is not None and config.ckpt.resume_step is not None
-    if config.clean and resumes:
+    run, resume_step = RunDir(config.output_dir), None if config.ckpt is None else config.ckpt.resume_step
+    if config.clean and resume_step is not None:
         key = "resume" if config.resume else "ckpt.resume_step"
         raise ValueError(f"clean would remove the steps that {key} needs: leave one of them out")
+    if resume_step is None:
+        prepare_new_run(config, run)
+    else:
+        if resume_step == -1:
+            quarantine_corrupt_checkpoints(run.checkpoints)
+        prepare_resume(run, resume_step)
     for root in run.step_dirs:
         remove_unfinished(root)
-    if config.ckpt is not None and config.ckpt.resume_step is not None:
-        if config.ckpt.resume_step == -1:
-            quarantine_corrupt_checkpoints(run.checkpoints)
-        prepare_resume(run, config.ckpt.resume_step)
-        return
+
+
+def prepare_new_run(config: RLConfig, run: RunDir) -> None:
+    """Archive the records of an earlier run, and remove its steps with --clean; `ValueError` for steps without it."""
     used = find_used(run.step_dirs)
     if used and not config.clean:
         raise ValueError(run.describe_used(CKPT_PARTS, options=OR_CLEAN))

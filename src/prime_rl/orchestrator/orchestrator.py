@@ -142,6 +142,12 @@ def orchestrate(config: OrchestratorConfig) -> int:
     return 0
 
 
+def find_lock(config: OrchestratorConfig) -> str | None:
+    """The part of the output directory that this command writes; None if it only prints contexts."""
+    only_prints = config.teacher_model is not None and config.teacher_model.inspect_context is not None
+    return None if only_prints else "orchestrator"
+
+
 def main() -> None:
     """Console script `orchestrator`."""
     run_command(
@@ -150,6 +156,7 @@ def main() -> None:
         orchestrate,
         summary="Generate and score rollouts with an inference server, send batches to the trainer, relay its weights.",
         record=True,
+        locks=find_lock,
     )
 
 

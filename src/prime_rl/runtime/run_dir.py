@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,12 +75,14 @@ class RunDir:
     """Which process executes the run, and how it ended."""
     tenants = _Entry("tenants.json")
     """Tenants of the training server, with what they use."""
-    lock = _Entry(".lock")
-    """Locked by the `rl` that uses the directory."""
 
     def config(self, process: str) -> Path:
         """The resolved configuration of a process."""
         return self.configs / f"{process}.toml"
+
+    def lock(self, part: str) -> Path:
+        """The file that is locked by the process that writes `part`, one of `CKPT_PARTS`."""
+        return self.root / f".lock-{part}"
 
     def log(self, process: str) -> Path:
         """The log of a process."""
@@ -207,6 +210,27 @@ class Attempts:
             rows = (row for row in load_jsonl(self._path) if row.get("process") == self._process)
             self._size, self._starts = size, [(row["attempt"], row["step"]) for row in rows]
         return max((number for number, start in self._starts if start < step), default=0)
+
+
+@contextmanager
+def lock_output_dir(out: Path, *parts: str) -> Iterator[None]:
+    """Exclusive lock on the `parts` (`CKPT_PARTS`) of a run directory, released when this process exits.
+
+    Raises `ValueError` if another process has it. Without effect on a file system without locks.
+    """
+    import fcntl
+
+    out.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            file = stack.enter_context(RunDir(out).lock(part).open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"output_dir {out} is in use by another run: choose another --output-dir") from None
+            except OSError:
+                break
+        yield
 
 
 def find_steps(root: Path) -> list[int]:

@@ -50,8 +50,13 @@ def run_trainer(
                 raise SystemExit(code)
         return 0
 
+    def find_lock(config: Any) -> str | None:
+        is_submission = prog == "sft" and config.deployment.type != "local"
+        is_other_rank = int(os.environ.get("RANK", "0")) > 0
+        return None if is_submission or is_other_rank or config.bench else "trainer"
+
     try:
-        run_command(prog, config_cls, record, summary=summary, preview=preview, record=True)
+        run_command(prog, config_cls, record, summary=summary, preview=preview, record=True, locks=find_lock)
     except SystemExit as exit_:
         if not has_groups:
             raise

@@ -155,19 +155,20 @@ def test_clean_spares_the_weights_of_the_teacher(tmp_path: Path) -> None:
     assert complete_steps(tmp_path / "weights") == [3]
 
 
+def test_a_refused_start_leaves_steps_that_are_being_written(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", 3)
+    written = tmp_path / "weights" / ".tmp-step_4-abc"
+    written.mkdir()
+    with pytest.raises(ValueError, match="earlier run"):
+        output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path)))
+    assert written.exists()
+
+
 def test_half_written_steps_are_swept_away(tmp_path: Path) -> None:
     left = tmp_path / "weights" / ".tmp-step_3-abc"
     left.mkdir(parents=True)
     output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path)))
     assert not left.exists()
-
-
-def test_one_directory_serves_one_run(tmp_path: Path) -> None:
-    in_use = pytest.raises(ValueError, match=r"output_dir .* in use")
-    with output_dir.lock_output_dir(tmp_path), in_use, output_dir.lock_output_dir(tmp_path):
-        pass
-    with output_dir.lock_output_dir(tmp_path):
-        pass
 
 
 def test_each_process_reads_back_what_rl_resolved(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl import __main__
 from prime_rl.runtime import run_dir
-from prime_rl.runtime.run_dir import CKPT_PARTS, Attempts, RunDir, find_used
+from prime_rl.runtime.run_dir import CKPT_PARTS, Attempts, RunDir, find_used, lock_output_dir
 from prime_rl.utils.monitor import Monitor, build_monitor
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps, publish_dir, publish_step
@@ -118,3 +119,25 @@ def test_every_row_has_the_attempt_of_its_step(tmp_path: Path) -> None:
     first = [(name, step, 0) for name in ("orchestrator", "inference", "trainer") for step in (0, 1)]
     again = [(name, step, step - 2) for name in ("orchestrator", "inference") for step in (2, 3)]
     assert rows == [*first, *again, ("trainer", 2, 0), ("trainer", 3, 0)], "servers follow the orchestrator"
+
+
+def test_a_part_of_a_run_directory_has_one_writer(tmp_path: Path) -> None:
+    with lock_output_dir(tmp_path, "trainer"), lock_output_dir(tmp_path, "orchestrator"):
+        for parts in (("trainer",), ("orchestrator",), CKPT_PARTS):
+            with pytest.raises(ValueError, match=r"output_dir .* in use"), lock_output_dir(tmp_path, *parts):
+                pass
+    with lock_output_dir(tmp_path, *CKPT_PARTS):
+        pass
+
+
+@pytest.mark.parametrize("command", ["trainer", "sft", "orchestrator", "rl"])
+def test_a_command_refuses_a_directory_in_use(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [command, "--model.name", "tiny-qwen3", "--output-dir", str(tmp_path)]
+    argv += {"sft": ["--data.type", "fake"], "rl": ["--model.debug.random-init"]}.get(command, [])
+    monkeypatch.setattr("sys.argv", ["prime_rl", *argv])
+    with lock_output_dir(tmp_path, *CKPT_PARTS), pytest.raises(SystemExit) as end:
+        __main__.main()
+    assert end.value.code == 2 and "is in use by another run" in capsys.readouterr().err
+    assert not RunDir(tmp_path).configs.exists()
