@@ -66,8 +66,8 @@ def share_keys(tables: ConfigTables, defaults: BaseModel) -> None:
 
     `defaults` has the defaults of `rl`. Raises `ValueError` if two values disagree.
     """
-    if str(tables.get("resume")).lower() == "true" and not tables.has("ckpt.resume_step"):
-        tables.set("ckpt.resume_step", -1, "resume")
+    if str(tables.get("resume")).lower() == "true":
+        _resume_from_latest(tables)
     _share_ckpt_section(tables)
     for section in filter(tables.is_section, TRACKERS):  # only to processes that lack the section
         for target in (f"trainer.{section}", f"orchestrator.{section}"):
@@ -80,6 +80,19 @@ def share_keys(tables: ConfigTables, defaults: BaseModel) -> None:
     for process in ("trainer", "orchestrator"):
         if tables.has("wandb.name") and not tables.is_set(f"{process}.wandb.name"):
             tables.set(f"{process}.wandb.name", f"{tables.get('wandb.name')}-{process}", "shared key wandb.name")
+
+
+def _resume_from_latest(tables: ConfigTables) -> None:
+    """Set the checkpoint to resume from, unless one is named; `ValueError` if checkpoints are switched off as well."""
+    sections = ("ckpt", "trainer.ckpt", "orchestrator.ckpt")
+    for section in filter(tables.is_off, sections):
+        if tables.source(section) == tables.source("resume"):
+            raise ValueError(f"{tables.show(section)} but resume needs checkpoints: leave one of them out")
+        tables.set(section, {}, "resume")
+    if any(tables.has(f"{section}.resume_step") for section in sections):
+        return
+    for section in ("ckpt", *filter(tables.is_section, sections[1:])):
+        tables.set(f"{section}.resume_step", -1, "resume")
 
 
 def _group_wandb_runs(tables: ConfigTables, defaults: BaseModel) -> None:

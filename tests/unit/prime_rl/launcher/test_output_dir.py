@@ -126,6 +126,19 @@ def test_resume_is_the_latest_commit(tmp_path: Path) -> None:
         prepare_output_dir(parse("--output-dir", str(tmp_path), "--ckpt.resume_step", "4", "--clean"))
 
 
+@pytest.mark.parametrize("first", ["--ckpt.interval=2", "--no-ckpt", "--ckpt.resume-step=-1"])
+def test_a_recorded_run_is_resumed(first: str, tmp_path: Path) -> None:
+    path = output_dir.write_configs(parse("--output-dir", str(tmp_path), first))["rl"]
+    config = parse("@", str(path), "--resume")
+    assert config.ckpt is not None and config.orchestrator.ckpt is not None and config.trainer.ckpt is not None
+    assert [c.resume_step for c in (config.ckpt, config.orchestrator.ckpt, config.trainer.ckpt)] == [-1, -1, -1]
+
+
+def test_resume_without_checkpoints_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"ckpt = off \(CLI\) but resume needs checkpoints"):
+        parse("--no-ckpt", "--resume")
+
+
 def test_clean_removes_steps_and_keeps_records(tmp_path: Path) -> None:
     publish(tmp_path / "weights", 3)
     (tmp_path / "weights" / "notes.txt").write_text("mine")
