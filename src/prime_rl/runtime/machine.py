@@ -44,29 +44,33 @@ def is_healthy(host: str | None, port: int) -> bool:
 
 
 def find_gpus() -> list[int]:
-    """Ids of the visible NVIDIA GPUs, without loading a driver library. `CUDA_VISIBLE_DEVICES` may also have UUIDs."""
+    """Ids of the visible NVIDIA GPUs, without loading a driver library. `CUDA_VISIBLE_DEVICES` may also have UUIDs.
+
+    CUDA counts the GPUs that are present: in a container with some of the machine's, ids are no device numbers.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = sorted(int(p.name[6:]) for p in DEVICES.glob("nvidia[0-9]*") if p.name[6:].isdigit())
     if visible is None:
-        return present
+        return list(range(len(present)))
     found = []
     for name in filter(None, map(str.strip, visible.split(","))):
-        gpu = int(name) if name.isdigit() else _find_uuid(name)
+        gpu = int(name) if name.isdigit() else _find_uuid(name, present)
         if gpu is None and name != "-1":
             from loguru import logger
 
             logger.warning(f"CUDA_VISIBLE_DEVICES: {name} is no GPU of this machine; name it by its number or UUID")
-        found += [gpu] if gpu in present else []
-    return [gpu for gpu in found if gpu is not None]
+        found += [gpu] if gpu is not None and gpu < len(present) else []
+    return found
 
 
-def _find_uuid(name: str) -> int | None:
-    """Id of the GPU whose UUID starts like this, by the driver's list; None if there is none."""
+def _find_uuid(name: str, present: list[int]) -> int | None:
+    """Id of the GPU whose UUID starts like this, by the driver's list; None if it is not among the `present` ones."""
     for file in DRIVER.glob("gpus/*/information"):
         pairs = (line.partition(":") for line in file.read_text().splitlines())
         facts = {key.strip(): value.strip() for key, _, value in pairs}
-        if facts.get("GPU UUID", "").startswith(name) and facts.get("Device Minor", "").isdigit():
-            return int(facts["Device Minor"])
+        minor = facts.get("Device Minor", "")
+        if facts.get("GPU UUID", "").startswith(name) and minor.isdigit() and int(minor) in present:
+            return present.index(int(minor))
     return None
 
 

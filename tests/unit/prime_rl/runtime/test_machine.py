@@ -28,14 +28,16 @@ def test_a_port_in_use_names_key_and_fix() -> None:
         server.server_close()
 
 
+@pytest.mark.parametrize("present", [(0, 1, 2), (1, 3, 5)], ids=["machine", "container"])
 @pytest.mark.parametrize(
     ("visible", "found"),
     [(None, [0, 1, 2]), ("2,0", [2, 0]), ("", []), ("-1", []), ("GPU-bb, GPU-aa11", [1, 0]), ("MIG-9,1,7", [1])],
 )
 def test_gpus_by_number_and_by_uuid(
-    visible: str | None, found: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    visible: str | None, found: list[int], present: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number, uuid in enumerate(("GPU-aa11", "GPU-bb22", "GPU-cc33")):
+    """Ids count the GPUs that are present, which in a container are some of the machine's."""
+    for number, uuid in zip(present, ("GPU-aa11", "GPU-bb22", "GPU-cc33"), strict=True):
         (tmp_path / f"nvidia{number}").touch()
         (tmp_path / "gpus" / f"{number}").mkdir(parents=True)
         facts = f"Model: \t X\nGPU UUID: \t {uuid}\nDevice Minor: \t {number}\n"
