@@ -130,9 +130,10 @@ def parse_settings(
     """
     builder = ConfigBuilder(config_cls, prog)
     notes = _read_lower_layers(builder, [((), name) for name in files], os.environ)
-    for key, value in settings.items():
+    paths = {tuple(key.split(".")): value for key, value in settings.items()}
+    for path in sorted(paths, key=lambda path: not builder.goes_first(path)):
         with builder.collect_errors():
-            builder.put(tuple(key.split(".")), value, lambda _: prog)
+            builder.put(path, paths[path], lambda _: prog)
     return _build(config_cls, builder, notes)
 
 

@@ -60,6 +60,12 @@ def test_files_and_settings_override_in_order(started: list[RLConfig], tmp_path:
     assert config.orchestrator.rollouts_per_example == 1 and config.output_dir == tmp_path / "out"
 
 
+def test_settings_may_name_arguments_before_the_environment(started: list[RLConfig], tmp_path: Path) -> None:
+    settings = {"orchestrator.env.1.args": {"x": 1}, "orchestrator.env.1.id": "wordle"}
+    train("tiny-qwen3", "reverse-text", 3, output_dir=tmp_path, settings=settings)
+    assert started[0].orchestrator.env[1].args == {"x": 1}
+
+
 def test_a_failed_run_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("prime_rl.rl.rl", lambda config: 1)
     with pytest.raises(RuntimeError, match=r"exit code 1; logs: .*logs"):
