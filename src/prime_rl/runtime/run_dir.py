@@ -16,6 +16,9 @@ RESUME_OPTION = "--resume"
 CKPT_PARTS = ("trainer", "orchestrator")
 """Parts of `checkpoints/step_N`: each process publishes its own, and a run resumes from steps that have all."""
 
+JOB_LOGS = ("job-*.log", "rl-*.log")
+"""Logs of a job, and of `rl` as its task, which are open before `rl` starts."""
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -104,8 +107,9 @@ class RunDir:
 
     @property
     def records(self) -> tuple[Path, ...]:
-        """Files and directories that describe one run, not its steps."""
-        return self.metrics, self.samples, self.trainer_logprobs, self.attempt_log, self.logs, self.configs, self.state
+        """Files and directories that describe one run, not its steps; without logs that a cluster's job has open."""
+        logs = [path for path in self.logs.glob("*") if not any(map(path.match, JOB_LOGS))]
+        return self.metrics, self.samples, self.trainer_logprobs, self.attempt_log, *logs, self.configs, self.state
 
     def find_resume_step(
         self, requested: int | None, parts: Collection[str], *, verify: str | None = None, options: str = ""

@@ -152,6 +152,15 @@ def test_clean_removes_steps_and_keeps_records(tmp_path: Path) -> None:
     assert [path.read_text() for path in kept] == ['{"reward":0.25}\n', '{"reward":0.5}\n']
 
 
+def test_logs_that_a_job_has_open_stay_in_place(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("job-17.log", "rl-0.log", "inference.log"):
+        (tmp_path / "logs" / name).touch()
+    output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path)))
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["job-17.log", "rl-0.log"]
+    assert (tmp_path / "attempts" / "1" / "logs" / "inference.log").exists()
+
+
 def test_clean_spares_the_weights_it_starts_from(tmp_path: Path) -> None:
     model = publish(tmp_path / "weights", 3)
     config = parse("--output_dir", str(tmp_path), "--clean", "--model.name", str(model))
