@@ -233,6 +233,12 @@ def _share_gpus(tables: ConfigTables) -> dict[str, int]:
 
 
 def _needed_length(tables: ConfigTables) -> int:
-    """Tokens for the longest sample plus the context (at most its bytes; unknown contexts: seq_len)."""
-    seq_len, context = int(tables.get("seq_len")), tables.get(f"{TEACHER}.context")
-    return seq_len + (len(context.encode()) + TEMPLATE_TOKENS if isinstance(context, str) else seq_len)
+    """Tokens for the longest sample and the longest context (at most its bytes; unknown contexts: at least seq_len)."""
+    seq_len, envs = int(tables.get("seq_len")), tables.get("orchestrator.env")
+    sections = [tables.section(TEACHER), *(env for env in envs or [] if isinstance(env, dict))]
+    unknown = ("context_file", "context_template", "context_fn", "context_from")
+    texts = [section.get(name) for section in sections for name in ("context", "context_template")]
+    lengths = [len(text.encode()) + TEMPLATE_TOKENS for text in texts if isinstance(text, str)]
+    if not lengths or any(section.get(name) is not None for section in sections for name in unknown):
+        lengths.append(seq_len)
+    return seq_len + max(lengths)

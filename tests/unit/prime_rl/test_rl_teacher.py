@@ -116,6 +116,23 @@ def test_teacher_server_inherits_inference_config() -> None:
     assert parse(*CONTEXT, "--inference.max_batch_size", "7").teacher_inference.max_batch_size == 7  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("contexts", "added"),
+    [
+        ({"teacher_model.context": "x"}, 1 + 64),
+        ({"teacher_model.context": "x", "env.0.context": "y" * 5000}, 5000 + 64),
+        ({"teacher_model.context": "x", "env.0.context_fn": "json:dumps"}, 512),
+        ({"teacher_model.context_template": "T" * 4000 + "{{example.x}}"}, 4013 + 64),
+        ({"teacher_model.context_template": "{{example.x}}"}, 512),
+        ({"teacher_model.model.name": "other"}, 512),
+    ],
+)
+def test_the_teacher_has_space_for_every_context(contexts: dict[str, str], added: int) -> None:
+    options = [word for key, text in contexts.items() for word in (f"--orchestrator.{key}", text)]
+    server = parse("--seq-len", "512", *options).teacher_inference
+    assert server is not None and server.model.max_model_len == 512 + added
+
+
 def test_one_sglang_server_is_not_both_student_and_teacher() -> None:
     """It holds one model; the teacher is ours unless a second one is named."""
     student = ("--inference.backend", "sglang", "--inference.sglang.base-url", "http://localhost:1")
