@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -199,7 +201,8 @@ class ConfigBuilder:
         if isinstance(value, float) and math.isnan(value):
             raise wrong_value(path, given, source, "must be a number, not nan", None, schema)
         try:
-            return TypeAdapter(schema.annotation).validate_python(value)
+            read = TypeAdapter(schema.annotation).validate_python(value)
+            return Path(os.path.expanduser(read)) if isinstance(read, Path) else read
         except ValidationError as error:
             raise wrong_value(path, given, source, *explain(error.errors()[0], schema), schema) from None
 

@@ -149,6 +149,13 @@ def test_changing_the_type_drops_keys_of_the_old_variant(tmp_path: Path) -> None
 # Files
 
 
+def test_paths_may_start_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = write(tmp_path / "a.toml", 'out = "~/runs"\n')
+    assert parse("@", file).out == parse("--out=~/runs").out == tmp_path / "runs"
+    assert parse("--name=~/model").name == "~/model"
+
+
 def test_child_overrides_and_paths_are_relative(tmp_path: Path) -> None:
     write(tmp_path / "base" / "deep.toml", 'name = "deep"\nlr = 1\nmax_steps = 1')
     write(tmp_path / "base" / "mid.toml", 'toml_files = ["deep.toml"]\nlr = 2\nmax_steps = 2')
