@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import os
 import socket
 import sys
 import time
@@ -16,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
 from prime_rl.configuration.command import run_command
-from prime_rl.runtime.machine import return_freed_memory
+from prime_rl.runtime.machine import explain_socket_error, find_family, return_freed_memory
 from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -123,18 +122,16 @@ def bind(host: str, port: int) -> socket.socket:
 
     Sockets that only bind could share an address. Requests wait until the server runs.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Explicit IPPROTO_TCP: asyncio disables Nagle's algorithm (40 ms per response) only for sockets created with it.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound = socket.socket(find_family(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        reason = os.strerror(error.errno) if error.errno else str(error)
         raise ValueError(
-            f"Cannot bind server.port {port} on {host} ({reason}): "
+            f"Cannot bind server.port {port} on {host} ({explain_socket_error(error)}): "
             "stop the other server or choose another --server.port"
         ) from error
     return bound

@@ -16,13 +16,23 @@ def check_port_free(host: str | None, port: int, key: str = "inference.server.po
     """Raise `ValueError` naming `key` and a fix if `port` is in use."""
     address = host or "localhost"
     try:
-        with socket.create_server((address, port)):
+        with socket.create_server((address, port), family=find_family(address)):
             pass
     except OSError as error:
         raise ValueError(
-            f"{key}: port {port} on {address} cannot be used ({os.strerror(error.errno or 0).lower()}); "
+            f"{key}: port {port} on {address} cannot be used ({explain_socket_error(error).lower()}); "
             f"stop the server that uses it or choose another one, e.g. --{key} {find_free_port()}"
         ) from error
+
+
+def find_family(address: str) -> socket.AddressFamily:
+    """IPv6 for an address in its notation, else IPv4."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def explain_socket_error(error: OSError) -> str:
+    """The reason alone. Codes of names that cannot be resolved are negative, and no system errors."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 def find_free_port(host: str = "localhost") -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import re
 import resource
+import socket
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,6 +28,25 @@ def test_a_port_in_use_names_key_and_fix() -> None:
             check_port_free(None, port)
     finally:
         server.server_close()
+
+
+def test_a_port_of_an_ipv6_address_is_checked() -> None:
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with server:
+        port = server.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"port {port} on ::1 .*address already in use"):
+            check_port_free("::1", port)
+    check_port_free("::1", port)
+
+
+def test_a_host_without_an_address_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_free_port", lambda: 8001)
+    monkeypatch.setattr(socket, "create_server", Mock(side_effect=socket.gaierror(-2, "Name or service not known")))
+    with pytest.raises(ValueError, match=r"on nowhere .*\(name or service not known\)"):
+        machine.check_port_free("nowhere", 8000)
 
 
 @pytest.mark.parametrize("present", [(0, 1, 2), (1, 3, 5)], ids=["machine", "container"])
