@@ -6,7 +6,6 @@ the plan is made, in half a second.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from prime_rl.plan.memory import LOGITS, count_critic, count_policy
 from prime_rl.plan.shapes import ModelShape
 from prime_rl.plan.speed import training_flops
 from prime_rl.runtime.core_lease import MIN_PARAMETERS
-from prime_rl.runtime.machine import num_cores
+from prime_rl.runtime.machine import find_memory, num_cores
 
 ROWS = 256
 """Rows of the measured products, as in a micro-batch."""
@@ -96,8 +95,7 @@ def measure_machine(inputs: int, outputs: int, in_bfloat16: bool = False) -> Mac
         with torch.inference_mode():
             product_s = find_shortest(lambda: linear(x, weight, rounded=rounded))
         copy_s = find_shortest(lambda: target.copy_(source))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(num_cores(), memory, 2.0 * ROWS * inputs * outputs / product_s, 2 * COPIED_BYTES / copy_s)
+    return Machine(num_cores(), find_memory(), 2.0 * ROWS * inputs * outputs / product_s, 2 * COPIED_BYTES / copy_s)
 
 
 def find_shortest(run: Callable[[], object]) -> float:

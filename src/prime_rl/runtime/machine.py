@@ -151,6 +151,22 @@ def _load_libc(function: str) -> ctypes.CDLL | None:
     return libc if hasattr(libc, function) else None
 
 
+def find_memory() -> int:
+    """Bytes of the machine's memory, at most the limit of this process's control group, such as a container's."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read_memory_limit()
+    return physical if limit is None else min(physical, limit)
+
+
+def _read_memory_limit() -> int | None:
+    """Bytes that the control group may use; None without a limit."""
+    try:
+        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit)
+
+
 def find_available_memory() -> float:
     """Bytes that this process may allocate: free memory of the machine, at most what its control group leaves.
 
@@ -158,16 +174,13 @@ def find_available_memory() -> float:
     """
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+        return find_memory() / 2
     [line] = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
     available = 1024.0 * int(line.split()[1])
-    try:
-        limit, used = ((CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current"))
-    except OSError:  # no control group with a limit
-        return available
-    if limit.strip() == "max":
+    limit, current = _read_memory_limit(), CONTROL_GROUP / "memory.current"
+    if limit is None or not current.is_file():
         return available
     stat = CONTROL_GROUP / "memory.stat"
     counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
     cached = int(counts.get("inactive_file", 0))  # contents of files, which the system drops when memory is short
-    return min(available, float(int(limit) - int(used) + cached))
+    return min(available, float(limit - int(current.read_text()) + cached))

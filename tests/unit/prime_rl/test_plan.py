@@ -386,6 +386,12 @@ def test_a_plan_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert ended.value.code == 0 and not list(tmp_path.iterdir())
 
 
+def test_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    monkeypatch.setattr("prime_rl.runtime.machine.CONTROL_GROUP", tmp_path)
+    assert measure_machine(64, 64).memory == 1_000_000
+
+
 def test_measured_speed_is_plausible() -> None:
     machine = measure_machine(256, 512)
     assert machine.cores >= 1 and 1e8 < machine.flops < 1e13 and 1e8 < machine.bandwidth < 1e12

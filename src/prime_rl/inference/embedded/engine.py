@@ -8,7 +8,6 @@ and keeps the cache of running sequences across updates.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -45,6 +44,7 @@ from prime_rl.inference.engine import (
 )
 from prime_rl.inference.grammar import GrammarCompiler, GrammarState
 from prime_rl.runtime.core_lease import MIN_PARAMETERS, CoreLease
+from prime_rl.runtime.machine import find_memory
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import fill_weights
@@ -366,7 +366,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         if self._decoder.device.type == "cuda":
             memory = torch.cuda.mem_get_info(self._decoder.device)[0] * 3
         else:
-            memory = machine_memory()
+            memory = find_memory()
         longest = self.model.config.max_position_embeddings + BLOCK
         return min(memory // MEMORY_SHARE // self._token_bytes, max_running * longest)
 
@@ -375,7 +375,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         share = self.max_cache_tokens // 4
         if self._decoder.device.type == "cuda":
             return share
-        return min(share, machine_memory() // PREFIX_MEMORY_SHARE // self._token_bytes)
+        return min(share, find_memory() // PREFIX_MEMORY_SHARE // self._token_bytes)
 
     @property
     def _token_bytes(self) -> int:
@@ -388,8 +388,3 @@ class EmbeddedEngine(InProcessEngineMixin):
 def _digest(held: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
     """Digests of tensors in the dtypes in which they were published."""
     return digest_tensors((name, tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in held.items())
-
-
-def machine_memory() -> int:
-    """Bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import resource
 import socket
@@ -16,7 +17,14 @@ from unittest.mock import Mock
 import pytest
 
 from prime_rl.runtime import machine
-from prime_rl.runtime.machine import check_port_free, find_available_memory, find_free_port, find_gpus, is_healthy
+from prime_rl.runtime.machine import (
+    check_port_free,
+    find_available_memory,
+    find_free_port,
+    find_gpus,
+    find_memory,
+    is_healthy,
+)
 
 
 def test_a_port_in_use_names_key_and_fix() -> None:
@@ -76,11 +84,12 @@ def test_cached_files_are_free_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     whole = find_available_memory()
     for name, text in (("max", "1000000\n"), ("current", "900000\n"), ("stat", "anon 5\ninactive_file 300000\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert find_available_memory() == 400_000
+    assert find_available_memory() == 400_000 and find_memory() == 1_000_000
     (tmp_path / "memory.stat").unlink()
     assert find_available_memory() == 100_000, "some systems have no memory.stat"
     (tmp_path / "memory.max").write_text("max\n")
     assert find_available_memory() == pytest.approx(whole, rel=0.2)
+    assert find_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_health() -> None:
