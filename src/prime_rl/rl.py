@@ -179,6 +179,8 @@ def submit_deployment(config: RLConfig) -> int:
     layout, configs = plan_cluster(config)
     build_files(layout, configs, deployment, config.output_dir)  # raises before any file is moved
     on_one_node = is_single_node(deployment, config.inference is not None)
+    if config.clean and deployment.type == "kubernetes" and not on_one_node:
+        raise ValueError("clean cannot reach the files on deployment.claim: leave it out and set a new output_dir")
     if deployment.type != "kubernetes" and (config.clean or not on_one_node):
         with lock_output_dir(config.output_dir, *CKPT_PARTS):
             prepare_output_dir(config)

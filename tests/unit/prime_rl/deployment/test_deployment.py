@@ -165,6 +165,16 @@ def test_one_machine_runs_rl_whole_with_its_gpu_lists(kind: str, tmp_path: Path)
     assert "CUDA_VISIBLE_DEVICES" not in files["rl.sh"]
 
 
+def test_clean_is_refused_where_it_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kubernetes, "submit", lambda _: "applied")
+    with pytest.raises(ValueError, match=r"clean .*deployment\.claim: .*output_dir"):
+        rl(parse("kubernetes", *WIDE, "--clean"))
+    assert not list(tmp_path.iterdir())
+    assert rl(parse("kubernetes", "--clean")) == 0, "the only pod removes the steps itself"
+    assert "clean = true" in Path("outputs/deployment/rl.toml").read_text()
+
+
 def test_a_job_queued_again_keeps_its_steps_with_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "submit", lambda _: "17")
     out = tmp_path / "run"
