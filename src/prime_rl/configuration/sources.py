@@ -79,8 +79,8 @@ def _read_argument(
 ) -> int:
     """Append the option or file at `position`; returns the position of the next one."""
     word = argv[position]
-    takes_file = position + 1 < len(argv) and argv[position + 1] == "@"
-    if word == "@" or (_is_option(word) and takes_file):
+    is_before_file = position + 1 < len(argv) and argv[position + 1] == "@"
+    if word == "@" or (_is_option(word) and is_before_file and not _is_switch(builder, word)):
         path = () if word == "@" else _section(builder, word)
         position += 1 if word == "@" else 2
         if position >= len(argv) or _is_option(argv[position]):
@@ -202,6 +202,13 @@ def _nearby(path: Path) -> str:
 
 def _is_option(word: str) -> bool:
     return word.startswith("--") and word[2:3].isalpha()
+
+
+def _is_switch(builder: ConfigBuilder, word: str) -> bool:
+    """Whether an option needs no value, so that a file behind it is for the whole configuration."""
+    path = tuple(word[2:].split("."))
+    located = builder.find(path)
+    return located[1].is_bool if located is not None else _find_negated(builder, path) is not None
 
 
 def _section(builder: ConfigBuilder, word: str) -> KeyPath:

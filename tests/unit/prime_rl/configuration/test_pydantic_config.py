@@ -182,6 +182,13 @@ def test_a_file_for_one_section(tmp_path: Path) -> None:
     assert sources["model.name"] == f"{model}:2"
 
 
+@pytest.mark.parametrize("switch", ["--flag", "--no-loud", "--no-ckpt", "--model.no-lora"])
+def test_a_file_behind_a_switch_is_for_the_whole_config(switch: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", "max_steps = 4")
+    config = parse(switch, "@", file)
+    assert config == parse("@", file, switch) and config.max_steps == 4
+
+
 def test_lines_of_keys() -> None:
     text = '# top\na = 1\n[s]\n"b.c" = """\nfake = 1\n"""\nd.e = 2\n[[t]]\nx = 1\n[t.in]\ny = 1\n[[t]]  # two\nx = 2\n'
     lines = find_lines(text)
