@@ -175,7 +175,7 @@ def _line_label(name: str, key: KeyPath, lines: Mapping[str, int]) -> str:
 
 def _load_text(path: Path, name: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a mark
     except IsADirectoryError:
         inside = ", ".join(sorted(file.name for file in path.glob("*.toml"))[:5])
         raise fail(f"{name} is a directory, not a TOML file", f"in it: {inside}" if inside else None) from None

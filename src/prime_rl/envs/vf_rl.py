@@ -50,7 +50,7 @@ def is_ours(argv: Sequence[str]) -> bool:
         return False
     path = Path(words[0]).expanduser()
     try:
-        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:

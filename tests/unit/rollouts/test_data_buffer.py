@@ -87,6 +87,8 @@ def test_jsonl(tmp_path: Path) -> None:
     assert load_prompts_from_jsonl(path, limit=2) == ["a", {"question": "b"}]
     assert load_prompts_from_jsonl(path, limit=0) == []
     assert create_buffer_from_jsonl(path, prompt_key="question", seed=1).get_prompts(2)[1] == "b"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert load_prompts_from_jsonl(path) == ["a"], "a byte order mark is no text"
     path.write_text("{broken\n")
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1 is not JSON"):
         load_prompts_from_jsonl(path)

@@ -104,7 +104,7 @@ def load_prompts_from_jsonl(path: Path | str, prompt_key: str = "prompt", limit:
     if limit is not None and limit < 0:
         raise ValueError(f"limit {limit} of prompts to read must not be negative")
     prompts: list[Any] = []
-    with Path(path).open(encoding="utf-8") as lines:
+    with Path(path).open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(prompts) >= limit:
                 break

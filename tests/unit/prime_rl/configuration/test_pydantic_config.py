@@ -182,6 +182,11 @@ def test_a_file_for_one_section(tmp_path: Path) -> None:
     assert sources["model.name"] == f"{model}:2"
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbfmax_steps = 4\r\n")
+    assert parse("@", str(tmp_path / "a.toml")).max_steps == 4
+
+
 @pytest.mark.parametrize("switch", ["--flag", "--no-loud", "--no-ckpt", "--model.no-lora"])
 def test_a_file_behind_a_switch_is_for_the_whole_config(switch: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.toml", "max_steps = 4")
