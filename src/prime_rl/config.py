@@ -100,7 +100,7 @@ class RLConfig(BaseConfig):
     """Maximum restarts of a crashed server (inference, teacher); one more crash stops the run."""
 
     hang_timeout: float | None = Field(default=300.0, gt=0)
-    """Seconds without progress after which rl reports which process waits for which; off: never."""
+    """Seconds without progress after which rl reports which process waits for which; None: never."""
 
     clean: bool = False
     """Remove the steps of an earlier run from output_dir; its metrics, samples and logs move to attempts/."""
