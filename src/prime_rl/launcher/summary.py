@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ def describe_stop(out: Path) -> str:
     how = f"checkpoint of step {commits[-1]}: continue with --resume" if commits else "no checkpoint (--ckpt)"
     versions = complete_steps(run.weights)
     if versions and not commits:
-        how += f"; its last weights: --model.name {step_path(run.weights, versions[-1])} --output-dir NEW"
+        newest = shlex.quote(str(step_path(run.weights, versions[-1])))
+        how += f"; its last weights: --model.name {newest} --output-dir NEW"
     return f"\nStopped after step {max(weights, default=0)}; {how}"
 
 
@@ -48,8 +50,8 @@ def summarize(config: RLConfig, seconds: float, cpu_seconds: float) -> str:
         "metrics": run.metrics,
         "samples": run.samples,
         "logs": run.logs,
-        "page": f"monitor {config.output_dir} --open",
-        "next": f"env eval @ {run.config('eval')} --model.name {newest}",
+        "page": f"monitor {shlex.quote(str(config.output_dir))} --open",
+        "next": f"env eval @ {shlex.quote(str(run.config('eval')))} --model.name {shlex.quote(str(newest))}",
     }
     width = max(8, *map(len, table))
     return "\n" + "\n".join(f"  {name:<{width}} {value}" for name, value in table.items()) + "\n"

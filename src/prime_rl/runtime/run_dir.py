@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -146,7 +147,7 @@ class RunDir:
             missing, cure = "", f"continue after step {commit} with {resume}, choose another --output-dir"
         elif version is not None:
             missing = " and no complete checkpoint to resume from (ckpt.interval = N writes one every N steps)"
-            start = step_path(self.weights, version)
+            start = shlex.quote(str(step_path(self.weights, version)))
             cure = f"start a new run from its last weights: --model.name {start} --output-dir NEW"
         else:
             missing, cure = " and no complete checkpoint to resume from", "choose another --output-dir"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import sys
 import threading
 import time
@@ -149,9 +150,11 @@ def summarize(run: RunDir, num_steps: int, *, resumable: bool) -> str:
     newest = step_path(run.weights, num_steps)
     table: dict[str, object] = {"metrics": run.metrics, "logs": run.logs}
     if resumable:
-        table["resume"] = f"--output-dir {run.root} --resume, and a higher --max-steps (sft: or --num-epochs)"
+        table["resume"] = (
+            f"--output-dir {shlex.quote(str(run.root))} --resume, and a higher --max-steps (sft: or --num-epochs)"
+        )
     if newest.exists():
-        table |= {"weights": newest, "next": f"inference --model.name {newest}"}
+        table |= {"weights": newest, "next": f"inference --model.name {shlex.quote(str(newest))}"}
     return "".join(f"  {name:<8} {value}\n" for name, value in table.items())
 
 

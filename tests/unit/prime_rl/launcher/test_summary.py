@@ -65,6 +65,14 @@ def test_summary_of_a_distillation_shows_gap_and_retention(tmp_path: Path) -> No
     assert "reward" in summary.summarize(parse(*teacher), 9.0, 9.0), "with adv_tau the reward matters too"
 
 
+def test_commands_work_with_spaces_in_paths(tmp_path: Path) -> None:
+    out = tmp_path / "my runs"
+    weights = publish(out / "weights", 7)
+    assert f"--model.name '{weights}' --output-dir NEW" in summary.describe_stop(out)
+    text = summary.summarize(parse("--output_dir", str(out)), 12.34, 20.0)
+    assert f"monitor '{out}' --open" in text and f"eval @ '{out}/configs/eval.toml' --model.name '{weights}'" in text
+
+
 def test_stopped_run_reports_progress_and_how_to_resume(tmp_path: Path) -> None:
     assert "Stopped after step 0; no checkpoint" in summary.describe_stop(tmp_path)
     publish(tmp_path / "weights", 7)
