@@ -19,7 +19,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from prime_rl.runtime.framing import FrameChannel, receive_frame, send_frame
 from prime_rl.runtime.process_tree import set_parent_death_signal
 from prime_rl.utils.client import InferenceClient, ServerSpec, build_client, prepare_client
 from rollouts.training.agent_integration import Rollout
+from rollouts.training.environments.protocol import Environment, locate_error
 
 if TYPE_CHECKING:
     from rollouts.training.environments.plain import Agent
@@ -72,11 +73,11 @@ class Cancel(msgspec.Struct, tag=True):
 
 
 class Finished(msgspec.Struct, tag=True):
-    """Rollouts of a group, or the error of the environment."""
+    """Rollouts of a group, or type and text of the error that it ended with."""
 
     number: int
     rollouts: list[Rollout] = []
-    error: str | None = None
+    error: tuple[str, str] | None = None
 
 
 class RowsRequest(msgspec.Struct, tag=True):
@@ -97,13 +98,41 @@ decode_finished = msgspec.msgpack.Decoder(Finished).decode
 
 
 def encode(message: Any) -> bytes:
-    """Encode a message as msgpack; unsupported types become plain numbers or strings."""
-    return msgspec.msgpack.encode(message, enc_hook=_as_plain)
+    """Encode a message as msgpack; unsupported types become plain numbers or strings, lone surrogates "?"."""
+    try:
+        return msgspec.msgpack.encode(message, enc_hook=_as_plain)
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_as_plain)
+        return msgspec.msgpack.encode(_replace_surrogates(plain))
 
 
 def _as_plain(value: Any) -> Any:
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "ndim", None) == 0 else str(value)
+
+
+def _replace_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_replace_surrogates(key): _replace_surrogates(item) for key, item in value.items()}
+    return [_replace_surrogates(item) for item in value] if isinstance(value, list) else value
+
+
+async def run_encoded(
+    environment: Environment,
+    number: int,
+    row: dict[str, Any],
+    client: InferenceClient,
+    model: str,
+    sampling_args: Sequence[dict[str, Any]],
+    retries: int,
+) -> bytes:
+    """Run a group; returns its encoded `Finished`, with an exception of the environment as the error."""
+    try:
+        return encode(Finished(number, await environment.run_group(row, client, model, sampling_args, retries)))
+    except Exception as error:
+        return encode(Finished(number, error=(type(error).__name__, locate_error(error))))
 
 
 class Heartbeat:
@@ -213,13 +242,10 @@ class Worker:
         task.add_done_callback(lambda _: self._tasks.pop(request.number))
 
     async def _run(self, group: GroupRequest) -> None:
-        try:
-            rollouts = await self.environment.run_group(
-                group.row, self._client(group.server), group.model, group.sampling_args, group.retries
-            )
-            answer = encode(Finished(group.number, rollouts))
-        except Exception as error:
-            answer = encode(Finished(group.number, error=f"{type(error).__name__}: {error}"))
+        client = self._client(group.server)
+        answer = await run_encoded(
+            self.environment, group.number, group.row, client, group.model, group.sampling_args, group.retries
+        )
         assert self._work is not None
         self._work.send(answer)
 

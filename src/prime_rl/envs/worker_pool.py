@@ -1,6 +1,7 @@
 """A pool of environment worker processes; crashed or hung workers are replaced.
 
 run_group --> least busy worker --> rollouts
+                | an exception leaves the environment: the group is charged with a retry
                 | crashes, hangs or exceeds its memory limit
                 +--> the group whose code was running is charged with a retry; all its groups restart elsewhere
 """
@@ -21,10 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from loguru import logger
 
 from prime_rl.envs.worker import Cancel, Finished, GroupRequest, RowsReply, encode
-from prime_rl.envs.worker_process import WorkerDied, WorkerLoss, WorkerProcess
+from prime_rl.envs.worker_process import GroupFailure, WorkerDied, WorkerProcess
 from rollouts.training.agent_integration import Rollout
-from rollouts.training.environments.protocol import read_example_id
-from rollouts.training.types import Status
+from rollouts.training.environments.protocol import fail_rollout
 
 if TYPE_CHECKING:
     from prime_rl.configuration.sections import EnvConfig
@@ -148,16 +148,16 @@ class EnvironmentWorkers:
         tries = losses = 0
         while True:
             outcome = await self._send(number, request, retries)
-            if not isinstance(outcome, WorkerLoss):
+            if not isinstance(outcome, GroupFailure):
                 return outcome
             tries, losses = tries + outcome.charged, losses + 1
             if tries > retries or losses > MAX_LOSSES_OF_GROUP:
-                return [_failed(row, args, outcome) for args in sampling_args]
+                return [fail_rollout(row, args, outcome.error_type, outcome.error) for args in sampling_args]
 
-    async def _send(self, number: int, request: bytes, retries: int) -> list[Rollout] | WorkerLoss:
+    async def _send(self, number: int, request: bytes, retries: int) -> list[Rollout] | GroupFailure:
         worker = await self._pick()
         assert self._loop is not None and worker.channel is not None
-        future: asyncio.Future[list[Rollout] | WorkerLoss] = self._loop.create_future()
+        future: asyncio.Future[list[Rollout] | GroupFailure] = self._loop.create_future()
         worker.pending[number] = future
         worker.channel.send(request)
         # The worker enforces timeouts itself; this covers a worker that cannot.
@@ -168,7 +168,7 @@ class EnvironmentWorkers:
         except TimeoutError:
             if worker in self._workers:
                 self._lose(worker, "RolloutTimeout", f"a group did not end within {limit:g} s", culprit=number)
-            return WorkerLoss("RolloutTimeout", f"the group did not end within {limit:g} s", True)
+            return GroupFailure("RolloutTimeout", f"the group did not end within {limit:g} s", True)
         except asyncio.CancelledError:
             if worker.pending.pop(number, None) is not None and worker in self._workers:
                 worker.channel.send(encode(Cancel(number)))
@@ -217,10 +217,7 @@ class EnvironmentWorkers:
             if future is None or future.done():
                 return
             self._losses_in_row = 0
-            if group.error is None:
-                future.set_result(group.rollouts)
-            else:
-                future.set_exception(RuntimeError(f"environment {self.name!r}: {group.error}"))
+            future.set_result(group.rollouts if group.error is None else GroupFailure(*group.error, charged=True))
 
         def on_close() -> None:
             worker.channel = None
@@ -242,7 +239,7 @@ class EnvironmentWorkers:
         for number, future in worker.pending.items():
             if not future.done():
                 charged = number == culprit or culprit not in worker.pending
-                future.set_result(WorkerLoss(error_type, reason, charged))
+                future.set_result(GroupFailure(error_type, reason, charged))
         worker.pending.clear()
         self._spawn(self._replace())
 
@@ -338,16 +335,3 @@ def read_max_rss(max_memory_gb: float | None) -> int:
     if max_memory_gb is not None:
         return int(max_memory_gb * 2**30)
     return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize() // 4
-
-
-def _failed(row: dict[str, Any], args: dict[str, Any], lost: WorkerLoss) -> Rollout:
-    return Rollout(
-        prompt=row["prompt"],
-        answer=row.get("answer"),
-        info=row.get("info"),
-        example_id=read_example_id(row),
-        temperature=float(args.get("temperature", 1.0)),
-        status=Status.FAILED,
-        error_type=lost.error_type,
-        error=lost.error,
-    )

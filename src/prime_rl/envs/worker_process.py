@@ -35,8 +35,9 @@ class WorkerDied(RuntimeError):
     """A worker exited before it had loaded the environment or sent its rows."""
 
 
-class WorkerLoss(msgspec.Struct):
-    """A worker was lost while running a group; `charged`: the group's own code may be the cause."""
+class GroupFailure(msgspec.Struct):
+    """A group ended without rollouts: its code raised, or its worker was lost. `charged`: its own code may be the
+    cause."""
 
     error_type: str
     error: str
@@ -49,7 +50,7 @@ class WorkerProcess:
     def __init__(self, config: EnvConfig, score: bool) -> None:
         self.name = config.name or config.id
         self.ready = self.draining = False
-        self.pending: dict[int, asyncio.Future[list[Rollout] | WorkerLoss]] = {}
+        self.pending: dict[int, asyncio.Future[list[Rollout] | GroupFailure]] = {}
         self.channel: FrameChannel | None = None
         self._beats, self._beat_seen = -1, time.monotonic()
         self._token = secrets.token_hex(8)

@@ -51,6 +51,7 @@ def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> di
     Without `score` no reward function runs. Environments with `num_workers` > 0 run in worker processes, which
     `close_environments` or the end of this process terminates.
     """
+    from prime_rl.envs.in_process import InProcessEnvironment
     from prime_rl.envs.worker import build_agent, quiet_libraries
     from prime_rl.envs.worker_pool import EnvironmentWorkers
 
@@ -65,7 +66,7 @@ def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> di
             if not config.num_workers:
                 agent = build_agent(config.command)
                 environment = load_environment(*config.factory, timeout_s=config.timeout, score=score, agent=agent)
-                environments[config.name or config.id] = environment
+                environments[config.name or config.id] = InProcessEnvironment(environment)
         quiet_libraries()
         for environment in environments.values():
             if isinstance(environment, EnvironmentWorkers):

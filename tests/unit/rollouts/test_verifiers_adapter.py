@@ -47,6 +47,14 @@ def test_an_example_id_that_is_no_number_is_replaced() -> None:
     assert (rollout.example_id, rollout.reward) == (0, 1.0)
 
 
+def test_info_may_be_the_text_of_a_list() -> None:
+    env = load_environment("adapter_envs:load_environment", {"kind": "single"})
+    env.env.dataset = env.env.dataset.add_column("info", [json.dumps(["x"])])
+    wire, args = Wire(script=[turn([*encode("yes"), END])]), [build_sampling_args(SamplingConfig(), 1)]
+    [rollout] = anyio.run(env.run_group, env.rows()[0], wire, "m", args, 0)
+    assert (rollout.reward, rollout.tools, rollout.failed) == (1.0, None, False)
+
+
 def test_multi_turn_is_one_sample_of_tokens() -> None:
     wire, rollout = run("multi", [turn([49, 50]), turn([*encode("no"), END]), turn([*encode("yes"), END])])
     [sample] = rollout_to_samples(rollout)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import anyio
 
 from rollouts.training.agent_integration import Rollout
+from rollouts.training.types import Status
 
 Row = dict[str, Any]
 # Failures that are not retried: permanent ones and timeouts.
@@ -69,6 +70,20 @@ def read_example_id(row: Row) -> int:
     """The `example_id` of a row; 0 if it is no integer."""
     given = row.get("example_id")
     return int(given) if isinstance(given, Integral) else 0
+
+
+def fail_rollout(row: Row, args: Mapping[str, Any], error_type: str, error: str) -> Rollout:
+    """A failed rollout of a row with these sampling arguments."""
+    return Rollout(
+        prompt=row["prompt"],
+        answer=row.get("answer"),
+        info=row.get("info"),
+        example_id=read_example_id(row),
+        temperature=float(args.get("temperature", 1.0)),
+        status=Status.FAILED,
+        error_type=error_type,
+        error=error,
+    )
 
 
 async def run_with_timeout(timeout_s: float | None, what: str, work: Callable[[], Awaitable[Any]]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -212,7 +212,8 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
 
 def _offered_tools(result: Any) -> list[dict[str, Any]] | None:
     """The tools of a rollout as plain data; `verifiers` stores them in the state, or in the row's info."""
-    tools = result.get("oai_tools") or (result.get("info") or {}).get("oai_tools")
+    info = result.get("info")
+    tools = result.get("oai_tools") or (info.get("oai_tools") if isinstance(info, Mapping) else None)
     return [dict(tool) for tool in tools] if tools else None
 
 

@@ -20,10 +20,12 @@ from prime_rl.configuration.command import run_command
 from prime_rl.configuration.sections import EnvConfig, LogConfig, SamplingConfig
 from prime_rl.envs import worker_pool, worker_process
 from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers
-from prime_rl.envs.worker_process import WorkerDied, WorkerLoss, WorkerProcess
+from prime_rl.envs.worker_process import WorkerDied, WorkerProcess
 from prime_rl.utils.client import InferenceClient
 from prime_rl.utils.vf import build_sampling_args, load_environments, open_environments
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
+from rollouts.training.environments import Environment
+from rollouts.training.environments.protocol import fail_rollout
 
 DEADLINE_S = 60
 
@@ -50,7 +52,7 @@ def pool(kinds: str, tmp_path: Path, **options: Any) -> Iterator[EnvironmentWork
 
 
 def run(
-    environment: EnvironmentWorkers,
+    environment: Environment,
     engine: FakeEngine,
     retries: int = 2,
     rows: list[int] | None = None,
@@ -111,9 +113,36 @@ def test_a_crashing_group_fails_and_its_neighbors_do_not(tmp_path: Path, engine:
 
 
 def test_a_lost_rollout_may_have_a_textual_example_id() -> None:
-    lost = WorkerLoss("WorkerDied", "gone", charged=True)
-    rollout = worker_pool._failed({"prompt": "p", "example_id": "gsm8k-17"}, {}, lost)
+    rollout = fail_rollout({"prompt": "p", "example_id": "gsm8k-17"}, {}, "WorkerDied", "gone")
     assert rollout.failed and rollout.example_id == 0
+
+
+FAULTY = """
+from rollouts.training.agent_integration import Rollout
+class Faulty:
+    id, calls = "faulty", 0
+    def rows(self, split="train"):
+        return [{"prompt": answer, "answer": answer} for answer in ("raise", "surrogate", "fine")]
+    async def run_group(self, row, client, model, sampling_args, retries=0):
+        if row["answer"] == "raise":
+            self.calls += 1
+            raise KeyError(f"call {self.calls}")
+        text = chr(0xD83D) + "!" if row["answer"] == "surrogate" else "four"
+        return [Rollout(prompt="p", completion=text, feedback=text, reward=4.0) for _ in sampling_args]
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_group_that_raises_fails_and_the_run_goes_on(tmp_path: Path, engine: FakeEngine, num_workers: int) -> None:
+    (tmp_path / f"faulty{num_workers}.py").write_text(FAULTY + "def load_environment(): return Faulty()\n")
+    with open_environments([EnvConfig(id=f"{tmp_path}/faulty{num_workers}.py", num_workers=num_workers)]) as found:
+        [environment] = found.values()
+        results = run(environment, engine, retries=1)
+    for rollout in results["raise"]:
+        assert rollout.failed and rollout.error_type == "KeyError"
+        assert str(rollout.error).startswith("KeyError: 'call 2' (") and f"faulty{num_workers}.py:10)" in rollout.error
+    assert [(r.completion, r.feedback, r.reward) for r in results["surrogate"]] == [("?!", "?!", 4.0)] * 2
+    assert [(r.completion, r.failed) for r in results["fine"]] == [("four", False)] * 2
 
 
 def test_a_worker_that_somebody_kills_costs_nothing(tmp_path: Path, engine: FakeEngine) -> None:
