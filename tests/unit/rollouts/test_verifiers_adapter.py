@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import Any
 
 import anyio
 import pytest
+import verifiers as vf
+from adapter_envs import ROWS
+from datasets import Dataset
 from fake_transport import END, Wire, check, encode, turn
 
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.utils.vf import build_sampling_args
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import load_environment
+from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment
 from rollouts.training.types import Status
 
 KINDS = ("single", "multi", "tool", "stateful", "group", "completion")
@@ -93,6 +98,42 @@ def test_a_group_of_environments_routes_and_scores_by_task() -> None:
     wire, rollout = run("group", [turn([*encode("yes"), END])])
     assert rollout.task == "a" and rollout.reward == 1.0
     check(wire, rollout_to_samples(rollout))
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        (KeyError("judge"), r"compare: KeyError: 'judge' \(.*test_verifiers_adapter\.py:\d+\)"),
+        ([1.0, float("nan")], r"compare returned nan: return a finite number, such as 0\.0 or 1\.0"),
+        (["1", "1"], r"compare returned '1': return a finite number, such as 0\.0 or 1\.0"),
+        ([1.0], r"compare returned \[1\.0\]: return a list of 2 numbers, one per rollout"),
+        (0.5, r"compare returned 0\.5: return a list of 2 numbers, one per rollout"),
+        ([0.5, 2], None),
+    ],
+)
+@pytest.mark.parametrize("takes_any", [False, True])
+def test_errors_of_group_rewards_are_reported(returned: Any, error: str | None, takes_any: bool) -> None:
+    """As those of other reward functions; the rewards themselves reach the rollouts."""
+
+    def compare(completions: list[Any]) -> Any:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    def compare_any(completions: list[Any], **rest: Any) -> Any:
+        assert len(rest["states"]) == 2
+        return compare(completions)
+
+    compare_any.__name__ = "compare"
+    rubric = vf.Rubric(funcs=[compare_any if takes_any else compare])
+    env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=rubric))
+    wire, args = Wire(script=[turn([*encode("yes"), END])] * 2), [build_sampling_args(SamplingConfig(), 1)] * 2
+    rollouts = anyio.run(env.run_group, env.rows()[0], wire, "m", args, 0)
+    if error is None:
+        assert [(r.reward, r.metrics["compare"], r.error) for r in rollouts] == [(0.5, 0.5, None), (2.0, 2.0, None)]
+        return
+    for rollout in rollouts:
+        assert (rollout.reward, rollout.error_type) == (0.0, "RewardError") and re.fullmatch(error, rollout.error or "")
 
 
 def test_plain_completions() -> None:

@@ -31,6 +31,8 @@ __all__ = ["VERIFIERS_RANGE", "VerifiersEnvironment", "check_verifiers"]
 
 
 MAX_TURNS_REACHED = "max_turns_reached"
+GROUP_PARAMETERS = {"states", "prompts", "completions", "answers", "tasks", "infos"}
+"""A reward function with one of these parameters scores a whole group, as in `verifiers`."""
 
 
 class VerifiersEnvironment:
@@ -134,34 +136,43 @@ def _rubrics(env: Any) -> list[Any]:
 
 
 def _record_errors(rubric: Any) -> None:
-    """Make the reward functions of `rubric` record exceptions in the state; `verifiers` turns them into reward 0."""
-    for i, function in enumerate(rubric.funcs):
-        signature = inspect.signature(function)
-        if {"states", "prompts", "completions", "answers", "tasks", "infos"} & set(signature.parameters):
-            continue  # group reward functions have no single state
-        rubric.funcs[i] = _with_error_record(function, signature)
+    """Make the reward functions of `rubric` record exceptions in the states; `verifiers` turns them into reward 0."""
+    rubric.funcs[:] = [_with_error_record(function, inspect.signature(function)) for function in rubric.funcs]
 
 
 def _with_error_record(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    takes_state = "state" in signature.parameters or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    is_group = not GROUP_PARAMETERS.isdisjoint(signature.parameters)
+    key = "states" if is_group else "state"
+    takes_key = key in signature.parameters or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
-    async def scored(**arguments: Any) -> float:
-        state = arguments["state"] if takes_state else arguments.pop("state")
+    async def scored(**arguments: Any) -> float | list[float]:
+        subject = arguments[key] if takes_key else arguments.pop(key)
         try:
             value = function(**arguments)
-            return check_reward(name, await value if inspect.isawaitable(value) else value)
+            value = await value if inspect.isawaitable(value) else value
+            return _check_rewards(name, value, len(subject)) if is_group else check_reward(name, value)
         except Exception as error:
             text = str(error) if isinstance(error, RewardError) else f"{name}: {locate_error(error)}"
-            state.setdefault("reward_errors", []).append(text)
+            for state in subject if is_group else [subject]:
+                state.setdefault("reward_errors", []).append(text)
             raise
 
     name = scored.__name__ = getattr(function, "__name__", repr(function))
-    # `verifiers` passes the arguments in the signature; add the state to it.
+    # `verifiers` passes the arguments in the signature; add the states to it.
     parameters = list(signature.parameters.values())
-    if not takes_state:
-        parameters.append(inspect.Parameter("state", inspect.Parameter.KEYWORD_ONLY))
+    if not takes_key:
+        parameters.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY))
     scored.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return scored
+
+
+def _check_rewards(name: str, values: Any, num_states: int) -> list[float]:
+    """The rewards of a group function; `RewardError` unless they are one finite number for each rollout."""
+    if not hasattr(values, "__len__") or len(values) != num_states:
+        raise RewardError(
+            f"{name} returned {repr(values)[:40]}: return a list of {num_states} numbers, one per rollout"
+        )
+    return [check_reward(name, value) for value in values]
 
 
 def _failure(result: Any) -> tuple[str, str] | None:
