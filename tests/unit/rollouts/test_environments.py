@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 import signal
@@ -204,6 +205,22 @@ def test_import_error_has_file_and_line(tmp_path: Path, how: str) -> None:
     )
     with pytest.raises(ValueError, match=message):
         load_environment(name, search_dirs=[tmp_path])
+
+
+def test_files_of_the_same_name_are_different_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the name of a library that is imported already."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    importlib.import_module("colorsys")
+    for folder, prompt in (("a", "first"), ("b", "second")):
+        (tmp_path / folder).mkdir()
+        for name in ("same_task.py", "colorsys.py"):
+            (tmp_path / folder / name).write_text(
+                f"def load_environment(): return {{'dataset': [{{'prompt': {prompt!r}}}], 'rewards': lambda: 1.0}}\n"
+            )
+    for name in ("same_task.py", "colorsys.py"):
+        for folder, prompt in (("a", "first"), ("b", "second"), ("a", "first"), ("b", "second")):
+            [row] = load_environment(f"{tmp_path}/{folder}/{name}").rows()
+            assert row["prompt"][-1]["content"] == prompt
 
 
 def test_a_name_that_is_no_name() -> None:

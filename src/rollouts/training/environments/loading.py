@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import hashlib
+import importlib.util
 import inspect
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rollouts.training.environments.plain import Agent, PlainEnvironment, agent_reward
@@ -77,11 +79,9 @@ def _wrap(env_id: str, made: Any, timeout_s: float | None, score: bool, agent: A
 
 
 def _import_factory(source: EnvSource) -> Callable[..., Any]:
-    if source.folder is not None and str(source.folder) not in sys.path:
-        sys.path.insert(0, str(source.folder))
     with _preserve_signal_handlers():
         try:
-            module = importlib.import_module(source.module)
+            module = _import_module(source)
         except Exception as error:
             raise ValueError(f"environment {source.env_id!r} did not import: {locate_error(error)}") from error
         try:
@@ -95,6 +95,28 @@ def _import_factory(source: EnvSource) -> Callable[..., Any]:
             "is it another package of that name?"
         )
     return build
+
+
+def _import_module(source: EnvSource) -> ModuleType:
+    """The environment's module, under another name if Python's import of its name would give another file."""
+    if source.folder is None or source.file is None:
+        return importlib.import_module(source.module)
+    if str(source.folder) not in sys.path:
+        sys.path.insert(0, str(source.folder))
+    found = importlib.util.find_spec(source.module)
+    if found is not None and found.origin is not None and Path(found.origin).resolve() == source.file.resolve():
+        return importlib.import_module(source.module)
+    name = f"{source.module}_{hashlib.sha256(bytes(source.file)).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, source.file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def _parameters_of(build: Callable[..., Any]) -> Parameters:
