@@ -84,8 +84,9 @@ class _Process:
 
     def _read(self, timeout_s: float) -> str:
         """The next line, or "" when there is none in time or the process has ended."""
-        ready, _, _ = select.select([self.popen.stdout], [], [], timeout_s)
-        return self.popen.stdout.readline().decode().strip() if ready else ""
+        poll = select.poll()  # not select.select, which fails from file descriptor 1024 on
+        poll.register(self.popen.stdout, select.POLLIN)
+        return self.popen.stdout.readline().decode().strip() if poll.poll(1e3 * timeout_s) else ""
 
     def kill(self) -> None:
         self.popen.kill()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import random
 import re
+import resource
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,6 +254,26 @@ def test_answer_equivalence_and_checker_timeout(environments: Any) -> None:
 
     verdicts = anyio.run(main)
     assert verdicts == ["right"] * len(same) + ["wrong"] * len(other) + ["timed out", "right"]
+
+
+def test_answers_are_checked_with_many_open_files(environments: Any) -> None:
+    environments("hendrycks-math")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 1100:
+        pytest.skip(f"the limit of open files is {hard}; cure: raise `ulimit -Hn`")
+    process = object.__new__(sys.modules["hendrycks_math_checker"]._Process)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    source, sink = os.pipe()
+    try:
+        with open(fcntl.fcntl(source, fcntl.F_DUPFD, 1024), "rb") as output:
+            process.popen = SimpleNamespace(stdout=output)
+            assert process._read(0.01) == ""
+            os.write(sink, b"right\n")
+            assert process._read(60) == "right"
+    finally:
+        os.close(source)
+        os.close(sink)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # facts and modes ----------------------------------------------------------------------------------------------------
