@@ -160,10 +160,11 @@ class EnvironmentWorkers:
         future: asyncio.Future[list[Rollout] | GroupFailure] = self._loop.create_future()
         worker.pending[number] = future
         worker.channel.send(request)
-        # The worker enforces timeouts itself; this covers a worker that cannot.
+        # The worker enforces timeouts itself; this covers a worker that cannot. Programs of `env.command` may wait long
+        # for their start, which does not count.
         limit = (retries + 2) * self._config.timeout + GRACE_S
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit if self._config.command is None else None):
                 return await future
         except TimeoutError:
             if worker in self._workers:

@@ -166,6 +166,22 @@ def test_hanging_and_sleeping_code_is_killed(tmp_path: Path, engine: FakeEngine)
     assert not any(r.failed for kind in ("fine", "once-hang") for r in found[kind])
 
 
+def test_programs_may_wait_long_for_their_start(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the worker knows when they run; the limit of the pool is 0.1 s here."""
+    monkeypatch.setattr(worker_pool, "GRACE_S", -2 * 60 + 0.1)
+    (tmp_path / "waiting.py").write_text(
+        "def load_environment(): return {'dataset': [{'prompt': 'p', 'answer': 'a'}]}\n"
+    )
+    config = EnvConfig(id=f"{tmp_path}/waiting.py", command=["sleep", "0.3"], timeout=60)
+    with open_environments([config]) as found:
+        [environment] = found.values()
+        assert isinstance(environment, EnvironmentWorkers)
+        [rollouts] = run(environment, engine, retries=0).values()
+        assert {r.error_type for r in rollouts} == {"ProgramFailed"} and environment.losses == 0
+
+
 def test_a_raising_reward_is_data(tmp_path: Path, engine: FakeEngine) -> None:
     with pool("raise fine", tmp_path) as environment:
         found = run(environment, engine, retries=0)
