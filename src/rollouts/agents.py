@@ -50,6 +50,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     temperature: float = 1.0
     correct: bool | None = None
     """The judge's verdict, if there is a judge."""
+    tools: list[dict[str, Any]] | None = None
+    """Available tools, as OpenAI schemas."""
 
     @property
     def text(self) -> str:
@@ -177,10 +179,10 @@ class ChatAgent:
 
     async def _run_turns(self, trajectory: Trajectory, seed: int | None) -> None:
         environment = self.environment_cls() if self.environment_cls else None
-        tools = getattr(environment, "tools", None)
+        trajectory.tools = list(getattr(environment, "tools", None) or []) or None
         has_all_tokens = True
         for _ in range(self.max_turns):
-            answer = await self.endpoint.chat(trajectory.messages, tools=tools, seed=seed)
+            answer = await self.endpoint.chat(trajectory.messages, tools=trajectory.tools, seed=seed)
             choice = answer["choices"][0]
             trajectory.messages.append(_assistant_message(choice["message"]))
             trajectory.stop_reason = choice.get("finish_reason")

@@ -164,7 +164,7 @@ def trajectory_to_sample(trajectory: Trajectory, tokenizer: Any, metadata: dict[
     if trajectory.turns:
         sample = _sample_of_turns(trajectory)
     else:
-        conversation = Conversation(trajectory.messages, trajectory.num_prompt_messages)
+        conversation = Conversation(trajectory.messages, trajectory.num_prompt_messages, trajectory.tools)
         sample = render_conversation(conversation, TemplateRenderer(tokenizer))
         sample.index = None
     sample.prompt, sample.response = trajectory.prompt, trajectory.text

@@ -17,6 +17,7 @@ from rollouts.training.agent_integration import (
     trajectory_to_sample,
 )
 from rollouts.training.datasets import DataBuffer
+from rollouts.training.datasets.chat import render_chat
 from rollouts.training.rollout_gen import AsyncRolloutManager
 from rollouts.training.types import RolloutConfig, Sample, Status
 
@@ -112,6 +113,28 @@ def test_tokenizer_is_used_without_server_token_ids() -> None:
     learned = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
     assert tokenizer.decode(learned) == "HI<|im_end|>LEFT 1<|im_end|>LEFT 0<|im_end|>"
     assert sample.inference_logprobs is None and sample.status == Status.COMPLETED
+
+
+class Calculator:
+    """An environment of one turn with a tool."""
+
+    tools = (
+        {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}},
+    )
+
+    def respond(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return []
+
+
+def test_a_rendered_prompt_has_the_tools_of_the_request() -> None:
+    tokenizer = load_tokenizer("tiny-qwen3")
+    with serve(FakeEngine(shout)) as engine:
+        endpoint = Endpoint("m", engine.base_url, token_ids=False)
+        sample = run("asyncio", agent_rollout_to_sample, "hi", Calculator, endpoint, tokenizer)
+    [body] = engine.requests
+    assert body["tools"] == list(Calculator.tools)
+    prompt = render_chat(tokenizer, body["messages"], body["tools"])
+    assert sample.tokens[: sample.loss_mask.index(1.0)] == prompt and "add()" in tokenizer.decode(prompt)
 
 
 def test_it_ends_at_the_last_turn_and_at_the_length() -> None:
