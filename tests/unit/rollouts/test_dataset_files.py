@@ -35,9 +35,10 @@ def test_prompts_of_every_format(tmp_path: Path) -> None:
         {"prompt": [USER]},
         {"messages": [USER, ANSWER, USER, ANSWER]},
         {"messages": [USER]},
+        {"messages": [USER, ANSWER, USER]},
     ]
     name = write(tmp_path / "rows.jsonl", rows)
-    assert load_rl_prompts(name) == ["a", "b", "c", "d", [USER], [USER, ANSWER, USER], [USER]]
+    assert load_rl_prompts(name) == ["a", "b", "c", "d", [USER], [USER, ANSWER, USER], [USER], [USER, ANSWER, USER]]
     assert load_rl_prompts(name, max_prompts=2) == ["a", "b"]
 
 

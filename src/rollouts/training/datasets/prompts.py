@@ -13,8 +13,8 @@ ANSWERS = ("answer", "solution", "ground_truth", "output", "completion")
 def load_rl_prompts(name: str, split: str = "train", max_prompts: int | None = None) -> list[Any]:
     """The prompts of a JSONL or parquet file, or of a data set on the hub: text, or messages up to the last question.
 
-    The prompt is the first of `prompt question problem instruction` that a row has, or its `messages` without the
-    assistant's last. `ValueError` for a row with none of them.
+    The prompt is the first of `prompt question problem instruction` that a row has, or its `messages` without
+    those of the assistant at their end. `ValueError` for a row with none of them.
     """
     if max_prompts is not None and max_prompts < 1:
         raise ValueError(f"max_prompts {max_prompts} must be at least 1, or None for all")
@@ -36,10 +36,12 @@ def _prompt(row: Row, index: int) -> Any:
     messages = row.get("messages")
     if messages is None:
         return _first(row, QUESTIONS, "a prompt", index)
-    last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), len(messages))
-    if not messages[:last]:
+    prompt = [dict(message) for message in messages]
+    while prompt and prompt[-1].get("role") == "assistant":
+        prompt.pop()
+    if not prompt:
         raise ValueError(f"row {index} of the data set has no message before the assistant's: nothing to ask")
-    return [dict(message) for message in messages[:last]]
+    return prompt
 
 
 def _first(row: Row, names: tuple[str, ...], what: str, index: int) -> Any:
