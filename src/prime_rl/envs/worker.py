@@ -30,6 +30,7 @@ from prime_rl.runtime.process_tree import set_parent_death_signal
 from prime_rl.utils.client import InferenceClient, ServerSpec, build_client, prepare_client
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments.protocol import Environment, locate_error
+from rollouts.training.types import as_plain
 
 if TYPE_CHECKING:
     from rollouts.training.environments.plain import Agent
@@ -98,17 +99,12 @@ decode_finished = msgspec.msgpack.Decoder(Finished).decode
 
 
 def encode(message: Any) -> bytes:
-    """Encode a message as msgpack; unsupported types become plain numbers or strings, lone surrogates "?"."""
+    """Encode a message as msgpack; unsupported types become `as_plain`, lone surrogates "?"."""
     try:
-        return msgspec.msgpack.encode(message, enc_hook=_as_plain)
+        return msgspec.msgpack.encode(message, enc_hook=as_plain)
     except UnicodeEncodeError:
-        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_as_plain)
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=as_plain)
         return msgspec.msgpack.encode(_replace_surrogates(plain))
-
-
-def _as_plain(value: Any) -> Any:
-    item = getattr(value, "item", None)
-    return item() if callable(item) and getattr(value, "ndim", None) == 0 else str(value)
 
 
 def _replace_surrogates(value: Any) -> Any:

@@ -147,8 +147,10 @@ class Sample(msgspec.Struct):
             raise ValueError(f"reward {self.reward} of a sample is not finite: fix the reward function")
 
     def to_dict(self) -> dict[str, Any]:
-        """A deep copy as plain data, serializable as JSON."""
-        return msgspec.to_builtins(self)
+        """A deep copy as plain data, serializable as JSON. In `metadata`, NaN and infinities become None, values of
+        other types what `as_plain` returns."""
+        data: dict[str, Any] = msgspec.to_builtins(self, enc_hook=as_plain)
+        return data | {"metadata": _replace_nonfinite(data["metadata"])}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Sample:
@@ -160,6 +162,20 @@ class Sample(msgspec.Struct):
             return msgspec.convert(data, Sample)
         except msgspec.ValidationError as error:
             raise ValueError(f"not a sample: {error}") from error
+
+
+def as_plain(value: Any) -> Any:
+    """Plain numbers of array scalars and arrays, text of other types; an `enc_hook` of msgspec."""
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else str(value)
+
+
+def _replace_nonfinite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _replace_nonfinite(item) for key, item in value.items()}
+    return [_replace_nonfinite(item) for item in value] if isinstance(value, list) else value
 
 
 class RolloutBatch(msgspec.Struct):

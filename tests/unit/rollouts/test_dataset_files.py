@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +101,13 @@ def test_samples_survive_dicts_and_files(tmp_path_factory: pytest.TempPathFactor
         row = json.loads(json.dumps(sample.to_dict()))
         before = json.dumps(row)
         assert Sample.from_dict(row) == sample and json.dumps(row) == before
+
+
+def test_metadata_of_other_types_becomes_plain_data() -> None:
+    metadata = {"score": np.float32(0.5), "ppl": math.inf, "parts": [float("nan"), np.arange(2)], "path": Path("/a")}
+    data = json.loads(json.dumps(Sample("p", metadata=metadata).to_dict(), allow_nan=False))
+    assert data["metadata"] == {"score": 0.5, "ppl": None, "parts": [None, [0, 1]], "path": "/a"}
+    assert Sample.from_dict(data).metadata == data["metadata"]
 
 
 def test_per_token_lists_are_written_on_request(tmp_path: Path) -> None:

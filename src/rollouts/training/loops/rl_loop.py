@@ -19,7 +19,7 @@ from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.loops.stepping import Row, is_due, rank_of, run_step, state_of, steps_of
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
-from rollouts.training.types import RLTrainingConfig, RolloutBatch, Sample, TrainingBackend
+from rollouts.training.types import RLTrainingConfig, RolloutBatch, Sample, TrainingBackend, as_plain
 from rollouts.training.weight_sync import InferenceEngine, sync_weights_to_engines
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ async def next_batch(backend: TrainingBackend, rollout_manager: AsyncRolloutMana
             batch.rewards = [compute_reward(sample) for sample in batch.samples]
         if size == 1:
             return batch
-        payload = msgspec.msgpack.encode(batch)
+        payload = msgspec.msgpack.encode(batch, enc_hook=as_plain)
     shared: Any = backend  # a backend of several ranks can broadcast
     return msgspec.msgpack.decode(await shared.broadcast(payload), type=RolloutBatch)
 
