@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from rollouts.training.backends import latest_checkpoint
 from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.backends.pytorch_factory import create_adamw_optimizer, create_cross_entropy_loss
 from rollouts.training.datasets.data_buffer import DataBuffer
-from rollouts.training.filters import check_quality_and_diversity
+from rollouts.training.filters import check_quality_and_diversity, check_reward_nonzero_std
 from rollouts.training.loops.rl_loop import compute_advantages, compute_reward, prepare_grpo_batch, run_rl_training
 from rollouts.training.loops.sft_loop import prepare_sft_batch, run_sft_training
 from rollouts.training.metrics import JSONLLogger
 from rollouts.training.rl_losses import grpo_loss, ppo_loss
-from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager, NoTrainableGroupsError
 from rollouts.training.steps import complete_steps
 from rollouts.training.types import (
     ImmediateTrainFuture,
@@ -165,6 +166,32 @@ def test_rl_with_a_stream_of_groups(tmp_path: Path) -> None:
     assert len(rows) == 4 and policy.loaded == ["step_2", "step_4"]
     with pytest.raises(ValueError, match=r"slots 4 are used up .* at least 6"):
         run(run_rl_training, backend, buffer, manager, [policy], RLTrainingConfig(num_steps=4, sync_every=3))
+
+
+@pytest.mark.parametrize("slots", [None, 4])
+def test_filters_judge_the_rewards_of_the_loop(tmp_path: Path, slots: int | None) -> None:
+    backend, buffer, _, policy = build_rl(tmp_path)
+    numbers = count()
+
+    async def generate(prompts: list[list[int]], seed: int) -> list[Sample]:
+        samples = await policy.generate(prompts, seed)
+        for sample in samples:
+            sample.reward, sample.metadata = 0.0, {"correct": next(numbers) % 2 == 0}
+        return samples
+
+    rollouts = RolloutConfig(2, n_samples_per_prompt=2, generate_fn=generate, filter_fn=check_reward_nonzero_std)
+    manager = AsyncRolloutManager(buffer, rollouts, slots=slots)
+    rows = run(run_rl_training, backend, buffer, manager, [], RLTrainingConfig(num_steps=2))
+    assert [row["mean_reward"] for row in rows] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("slots", [None, 4])
+def test_rl_without_trainable_groups_says_so(tmp_path: Path, slots: int | None) -> None:
+    backend, buffer, _, policy = build_rl(tmp_path)
+    rollouts = RolloutConfig(2, generate_fn=policy.generate, filter_fn=lambda group: False)
+    manager = AsyncRolloutManager(buffer, rollouts, slots=slots)
+    with pytest.raises(NoTrainableGroupsError, match="groups in a row were dropped"):
+        run(run_rl_training, backend, buffer, manager, [], RLTrainingConfig(num_steps=2))
 
 
 def test_the_documented_example_ends(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ async def run_rl_training(
     check_run(data_buffer, rollout_manager, inference_engines, config)
     if "rl" in state_of(backend) and rollout_manager.step_count == 0:
         rollout_manager.load_state_dict(state_of(backend)["rl"])
+    rollout_manager.reward_fn = rollout_manager.reward_fn or compute_reward  # before filters judge the rewards
     rows: list[Row] = []
     steps = steps_of(backend, config)
     async with AsyncExitStack() as stack:
@@ -142,10 +143,8 @@ async def next_batch(backend: TrainingBackend, rollout_manager: AsyncRolloutMana
     rank, size = rank_of(backend)
     payload = b""
     if rank == 0:
-        own = rollout_manager.config.reward_fn is not None
-        early = None if own or rollout_manager.slots is not None else compute_reward
-        batch = await rollout_manager.generate_batch(early)
-        if not own:
+        batch = await rollout_manager.generate_batch()
+        if rollout_manager.reward_fn is compute_reward:  # groups that were generated before may have no reward
             batch.rewards = [compute_reward(sample) for sample in batch.samples]
         if size == 1:
             return batch

@@ -148,7 +148,9 @@ class AsyncRolloutManager:
         self.tokens = tokens or TokenLedger()
         self._generate_group = generate_group or self._generate_samples
         self._unreleased: deque[PendingBatch] = deque()
-        self._reward_fn = config.reward_fn
+        self.reward_fn = config.reward_fn
+        """Scores groups; that of `generate_batch` takes precedence."""
+        self._wave_reward_fn: Callable[[Sample], Any] | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
         self._running: dict[int, anyio.CancelScope] = {}
         self._start_versions: dict[int, int] = {}  # running group -> version that was live at its start
@@ -172,7 +174,12 @@ class AsyncRolloutManager:
             return None
         tasks, self._tasks = self._tasks, None
         tasks.cancel_scope.cancel()
-        return await tasks.__aexit__(kind, error, trace)
+        try:
+            return await tasks.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            if isinstance(error, Exception) and group.exceptions == (error,):
+                return False  # it leaves the block as it is, not in a group
+            raise
 
     @property
     def num_slots_used(self) -> int:
@@ -260,7 +267,7 @@ class AsyncRolloutManager:
 
     async def _generate_wave(self, reward_fn: Callable[[Sample], Any] | None) -> list[Sample]:
         """Run waves until a batch is ready; the surplus of the last wave is cached."""
-        self._reward_fn = reward_fn or self.config.reward_fn
+        self._wave_reward_fn = reward_fn
         size = self.config.batch_size
         while self._failure() is None and (self.groups.num_ready < size or self.groups.returned):
             needed = max(size - self.groups.num_ready, 0)
@@ -382,10 +389,11 @@ class AsyncRolloutManager:
             self.groups.return_group(group_index)
 
     async def _score(self, samples: list[Sample]) -> None:
-        if self._reward_fn is None:
+        reward_fn = self._wave_reward_fn or self.reward_fn
+        if reward_fn is None:
             return
         for sample in samples:
-            reward = self._reward_fn(sample)
+            reward = reward_fn(sample)
             reward = await reward if inspect.isawaitable(reward) else reward
             try:
                 sample.reward = float(reward)
