@@ -18,8 +18,10 @@ from prime_rl.trainer.config import SFTDataConfig
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.rows import Row, iter_rows
 from rollouts.training.datasets.sft import (
+    ASSISTANT,
     Conversation,
     as_messages,
+    find_trained_turns,
     is_empty_turn,
     name_row,
     read_conversation,
@@ -120,6 +122,7 @@ class TokenizationStats:
     longest: int = 0
     without_loss: list[int] = field(default_factory=list)
     empty_turns: int = 0
+    opening_turns: int = 0
 
     def report(self, name: str, seq_len: int) -> None:
         """Log a summary, and a warning for each kind of dropped or changed row."""
@@ -141,6 +144,8 @@ class TokenizationStats:
             )
         if self.empty_turns:
             logger.warning(f"{self.empty_turns:,} empty assistant turns have no loss")
+        if self.opening_turns:
+            logger.warning(f"{self.opening_turns:,} assistant turns without a message before them have no loss")
 
 
 def tokenize_data(config: SFTDataConfig, tokenizer: Tokenizer, vocab_size: int) -> TokenizedSamples:
@@ -213,7 +218,8 @@ def render_row(
     trained = conversation.messages[conversation.first_trained :]
     stats.empty_turns += sum(is_empty_turn(message) for message in trained)
     roles = config.loss_mask.roles
-    if not any(message["role"] in roles and not is_empty_turn(message) for message in trained):
+    stats.opening_turns += bool(trained) and not conversation.first_trained and trained[0]["role"] == ASSISTANT
+    if not any(find_trained_turns(conversation, roles)):
         return
     with name_row(index):
         if config.split_turns:

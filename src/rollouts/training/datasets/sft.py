@@ -26,6 +26,7 @@ __all__ = [
     "compute_loss_mask",
     "export_samples_to_huggingface_format",
     "export_samples_to_jsonl",
+    "find_trained_turns",
     "find_turn_end",
     "is_empty_turn",
     "load_rows",
@@ -157,14 +158,15 @@ def render_conversation(
     """Tokens of a conversation up to the last trained turn, with loss on the turns of `roles` and their end tokens.
 
     An assistant turn starts after the generation prompt; a turn of another role includes its header, and consecutive
-    messages of one role are one turn. Empty assistant turns have no loss. Each trained turn must extend the previous
-    tokens, as in generation. `ValueError` if a template rewrites earlier turns (for example, drops reasoning), because
-    the model would be trained on contexts that do not occur.
+    messages of one role are one turn. An assistant turn that is empty, or that opens the conversation and so has no
+    prompt, has no loss. Each trained turn must extend the previous tokens, as in generation. `ValueError` if a template
+    rewrites earlier turns (for example, drops reasoning), because the model would be trained on contexts that do not
+    occur.
     """
     messages, tools = conversation.messages, conversation.tools
     tokens: list[int] = []
     mask: list[float] = []
-    for start, stop in _trained_turns(conversation, roles):
+    for start, stop in find_trained_turns(conversation, roles):
         is_assistant = messages[start]["role"] == ASSISTANT
         before = chat.render(messages[:start], tools, is_assistant) if start or is_assistant else []
         after = chat.render(messages[:stop], tools, False)
@@ -183,7 +185,7 @@ def render_turns(conversation: Conversation, chat: ChatRenderer, index: int = 0)
 
     For multi-turn conversations with a template that rewrites earlier turns.
     """
-    turns = [start for start, _ in _trained_turns(conversation, (ASSISTANT,))]
+    turns = [start for start, _ in find_trained_turns(conversation)]
     if not turns:
         raise ValueError(f"row {index} of the data set has no assistant message to learn")
     messages, tools = conversation.messages, conversation.tools
@@ -197,7 +199,7 @@ def is_empty_turn(message: Message) -> bool:
     )
 
 
-def _trained_turns(conversation: Conversation, roles: Collection[str]) -> Iterator[tuple[int, int]]:
+def find_trained_turns(conversation: Conversation, roles: Collection[str] = (ASSISTANT,)) -> Iterator[tuple[int, int]]:
     """Message range `[start, stop)` of each turn with loss."""
     messages, stop = conversation.messages, conversation.first_trained
     while stop < len(messages):
@@ -205,7 +207,8 @@ def _trained_turns(conversation: Conversation, roles: Collection[str]) -> Iterat
         stop += 1
         while role != ASSISTANT and stop < len(messages) and messages[stop].get("role") == role:
             stop += 1
-        if role in roles and not is_empty_turn(messages[start]):
+        is_learned = role != ASSISTANT or (start > 0 and not is_empty_turn(messages[start]))
+        if role in roles and is_learned:
             yield start, stop
 
 

@@ -55,6 +55,7 @@ def trained_text(sample: Sample, tokenizer: Any) -> list[str]:
         ({"prompt": [USER], "completion": [ANSWER]}, ["ba<|im_end|>"]),
         ({"messages": [{"role": "system", "content": "s"}, USER, ANSWER, USER, ANSWER]}, ["ba<|im_end|>"] * 2),
         ({"prompt": [USER, ANSWER, USER], "completion": "x"}, ["x<|im_end|>"]),  # the answer in the prompt has no loss
+        ({"messages": [ANSWER, USER, ANSWER]}, ["ba<|im_end|>"]),  # no prompt precedes the first answer
         ({"messages": [USER, ANSWER, {"role": "tool", "content": "t"}, ANSWER, USER]}, ["ba<|im_end|>"] * 2),
     ],
 )
@@ -94,9 +95,9 @@ class LetterChat:
 
 
 def test_template_that_rewrites_turns_is_rejected() -> None:
-    messages = [ANSWER, USER, ANSWER]
+    messages = [USER, ANSWER, USER, ANSWER]
     assert sum(render_conversation(Conversation(messages), LetterChat()).loss_mask) == 6
-    with pytest.raises(ValueError, match=r"row 4 .* not prefix-stable at message 2.* tokenizer\.chat_template"):
+    with pytest.raises(ValueError, match=r"row 4 .* not prefix-stable at message 1.* tokenizer\.chat_template"):
         render_conversation(Conversation(messages), LetterChat(rewrites=True), 4)
 
 

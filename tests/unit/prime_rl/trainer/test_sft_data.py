@@ -126,6 +126,8 @@ def test_dropped_rows_are_reported(tmp_path: Path, tokenizer: Any) -> None:
         {"messages": [QUESTION, empty, QUESTION, ANSWER]},  # an empty and a non-empty turn
         {"prompt": "a", "completion": ""},
         {"prompt": "a" * 99, "completion": "b"},
+        {"messages": [ANSWER, QUESTION, ANSWER]},  # an assistant turn without a prompt
+        {"messages": [ANSWER]},
     ]
     lines: list[str] = []
     handler = logger.add(lambda message: lines.append(str(message)), level="INFO")
@@ -135,10 +137,10 @@ def test_dropped_rows_are_reported(tmp_path: Path, tokenizer: Any) -> None:
     finally:
         logger.remove(handler)
     log = "".join(lines)
-    assert len(samples) == 3 and samples.sizes == [3]
-    assert "6 rows, 3 samples" in log and "1 samples exceed" in log and "first is row 5" in log
-    assert "2 rows have no loss tokens" in log and "first is row 2" in log
-    assert "2 empty assistant turns" in log
+    assert len(samples) == 4 and samples.sizes == [4]
+    assert "8 rows, 4 samples" in log and "1 samples exceed" in log and "first is row 5" in log
+    assert "3 rows have no loss tokens" in log and "first is row 2" in log
+    assert "2 empty assistant turns" in log and "2 assistant turns without a message before them" in log
     [cut] = tokenize([{"prompt": "a" * 20, "completion": "b" * 99}], tokenizer, seq_len=64, truncate=True)
     assert len(cut.tokens) == 64 and cut.loss_mask[-1] == 1
     short = {"name": str(tmp_path / "rows.jsonl"), "seq_len": 4}
