@@ -51,6 +51,17 @@ def test_bounds(tmp_path: Path) -> None:
     assert [s.index for s in load_sft_dataset(name, tokenizer=tokenizer, max_samples=2)] == [0, 1]
 
 
+def test_rows_without_a_turn_to_learn_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer("tiny-qwen3")
+    rows = [{"question": "a", "answer": ""}, {"messages": [USER]}]
+    name = write(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}, *rows])
+    assert [s.index for s in load_sft_dataset(name, tokenizer=tokenizer)] == [0]
+    assert "2 rows" in caplog.text and "the first is row 1: they are skipped" in caplog.text
+    empty = write(tmp_path / "empty.jsonl", rows)
+    with pytest.raises(ValueError, match=r"2 rows .* have no assistant message to learn, the first is row 0"):
+        load_sft_dataset(empty, tokenizer=tokenizer)
+
+
 def test_bad_input(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("tiny-qwen3")
     name = write(tmp_path / "rows.jsonl", [{"text": "plain"}])

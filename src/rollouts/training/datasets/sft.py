@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,18 +81,29 @@ def load_sft_dataset(
 
     Rows have `messages`, `prompt` and `completion`, `instruction` (and `input`) and `output`, `question` and
     `answer`, or `conversations` of `from` and `value`. At most `max_samples` rows are read; those of more than
-    `max_length` tokens are skipped. `metadata` has `dataset` and `index`, the row number.
+    `max_length` tokens, and those without a turn to learn, such as an empty answer, are skipped. `metadata` has
+    `dataset` and `index`, the row number. `ValueError` if no row has a turn to learn.
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError("load_sft_dataset needs a tokenizer with a chat template: pass tokenizer=")
     if max_length < 1 or (max_samples is not None and max_samples < 1):
         raise ValueError(f"max_length {max_length} and max_samples {max_samples} must be at least 1")
     chat = TemplateRenderer(tokenizer)
-    samples = []
+    samples, skipped = [], list[int]()
     for index, row in enumerate(islice(iter_rows(dataset_name, split, subset), max_samples)):
         conversation = read_conversation(as_messages(row), index, str(tokenizer.chat_template))
+        if not any(find_trained_turns(conversation)):
+            skipped.append(index)
+            continue
         with name_row(index):
             samples.append(render_conversation(conversation, chat, index))
+    if skipped:
+        problem = (
+            f"{len(skipped)} rows of {dataset_name} have no assistant message to learn, the first is row {skipped[0]}"
+        )
+        if not samples:
+            raise ValueError(f"{problem}: it needs one with a text and a message before it")
+        logging.getLogger(__name__).warning("%s: they are skipped", problem)
     for sample in samples:
         sample.metadata = {"dataset": dataset_name, "index": sample.index}
     return [sample for sample in samples if len(sample.tokens) <= max_length]
