@@ -124,9 +124,14 @@ async def run_encoded(
     sampling_args: Sequence[dict[str, Any]],
     retries: int,
 ) -> bytes:
-    """Run a group; returns its encoded `Finished`, with an exception of the environment as the error."""
+    """Run a group; returns its encoded `Finished`.
+
+    Its error is an exception of the environment, or a result that is not a list of rollouts.
+    """
     try:
-        return encode(Finished(number, await environment.run_group(row, client, model, sampling_args, retries)))
+        message = encode(Finished(number, await environment.run_group(row, client, model, sampling_args, retries)))
+        decode_finished(message)  # in the parent, an error would belong to no group
+        return message
     except Exception as error:
         return encode(Finished(number, error=(type(error).__name__, locate_error(error))))
 

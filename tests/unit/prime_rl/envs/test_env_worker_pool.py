@@ -122,13 +122,14 @@ from rollouts.training.agent_integration import Rollout
 class Faulty:
     id, calls = "faulty", 0
     def rows(self, split="train"):
-        return [{"prompt": answer, "answer": answer} for answer in ("raise", "surrogate", "fine")]
+        return [{"prompt": answer, "answer": answer} for answer in ("raise", "surrogate", "type", "fine")]
     async def run_group(self, row, client, model, sampling_args, retries=0):
         if row["answer"] == "raise":
             self.calls += 1
             raise KeyError(f"call {self.calls}")
         text = chr(0xD83D) + "!" if row["answer"] == "surrogate" else "four"
-        return [Rollout(prompt="p", completion=text, feedback=text, reward=4.0) for _ in sampling_args]
+        metrics = {"won": "yes" if row["answer"] == "type" else 1.0}
+        return [Rollout(prompt="p", completion=text, feedback=text, reward=4.0, metrics=metrics) for _ in sampling_args]
 """
 
 
@@ -142,6 +143,8 @@ def test_a_group_that_raises_fails_and_the_run_goes_on(tmp_path: Path, engine: F
         assert rollout.failed and rollout.error_type == "KeyError"
         assert str(rollout.error).startswith("KeyError: 'call 2' (") and f"faulty{num_workers}.py:10)" in rollout.error
     assert [(r.completion, r.feedback, r.reward) for r in results["surrogate"]] == [("?!", "?!", 4.0)] * 2
+    [(error_type, error)] = {(r.error_type, str(r.error)) for r in results["type"] if r.failed}
+    assert error_type == "ValidationError" and "Expected `float`, got `str` - at `$.rollouts[0].metrics[...]`" in error
     assert [(r.completion, r.failed) for r in results["fine"]] == [("four", False)] * 2
 
 
