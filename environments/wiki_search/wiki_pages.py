@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -31,13 +32,20 @@ class Page:
 
     @property
     def sections(self) -> dict[str, tuple[str, str]]:
-        """Section id to its name and text; an article without headings is one section, `page:full`."""
-        parts = re.split(r"(?m)^#+[ \t]*(.*)$", self.content)
-        if len(parts) == 1:
-            return {f"{self.id}:full": ("full", self.content.strip())}
+        """Section id to its name and text.
+
+        Text before the first heading is `page:introduction`, an article without headings `page:full`. Further headings
+        of the same name have a number: `page:notes`, `page:notes_2`.
+        """
+        lead, *parts = re.split(r"(?m)^#+[ \t]*(.*)$", self.content)
+        if not parts:
+            return {f"{self.id}:full": ("full", lead.strip())}
+        named = list(zip(parts[::2], parts[1::2], strict=True))
         found: dict[str, tuple[str, str]] = {}
-        for name, text in zip(parts[1::2], parts[2::2], strict=True):
-            found.setdefault(f"{self.id}:{to_id(name)}", (name.strip(), text.strip()))
+        for name, text in [("Introduction", lead), *named] if lead.strip() else named:
+            first = f"{self.id}:{to_id(name)}"
+            keys = itertools.chain([first], (f"{first}_{number}" for number in itertools.count(2)))
+            found[next(key for key in keys if key not in found)] = (name.strip(), text.strip())
         return found
 
 

@@ -88,6 +88,7 @@ def build_tools(pages: Sequence[Page]) -> dict[str, Callable[[str], str]]:
     """The three tools over these pages by name; each takes and returns text."""
     search = Search(pages)
     by_id = {page.id: page for page in pages}
+    texts = {key: text for page in pages for key, (_, text) in page.sections.items()}
 
     def search_pages(query: str) -> str:
         """Find pages. Returns the ten best as JSON with page_id and title.
@@ -114,11 +115,10 @@ def build_tools(pages: Sequence[Page]) -> dict[str, Callable[[str], str]]:
         Args:
             section_id: a section_id of view_sections
         """
-        page = by_id.get(to_id(section_id).split(":")[0])
-        section = page.sections.get(to_id(section_id)) if page else None
-        if section is None:
+        text = texts.get(to_id(section_id))
+        if text is None:
             raise ValueError(f"there is no section {section_id!r}; use a section_id that view_sections returned")
-        return section[1]
+        return text
 
     return {"search_pages": search_pages, "view_sections": view_sections, "read_section": read_section}
 

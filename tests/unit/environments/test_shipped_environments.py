@@ -545,6 +545,20 @@ def test_invalid_tool_calls_return_an_error_message(environments: Any) -> None:
     assert rollout.metrics["total_tool_calls"] == 5.0
 
 
+def test_every_part_of_a_wiki_page_can_be_read(environments: Any) -> None:
+    environments("wiki-search")
+    content = "In cinemas since 2024.\n\n# Notes\none\n\n## Plot: summary\nA worm.\n\n# Notes\ntwo\n"
+    page = sys.modules["wiki_pages"].Page("dune:_part_two", "Dune: Part Two", content)
+    tools = sys.modules["wiki_search"].build_tools([page])
+    sections = {part["section_id"]: part["section_name"] for part in json.loads(tools["view_sections"](page.title))}
+    assert {name: tools["read_section"](key) for key, name in sections.items() if not key.endswith("_2")} == {
+        "Introduction": "In cinemas since 2024.",
+        "Notes": "one",
+        "Plot: summary": "A worm.",
+    }
+    assert tools["read_section"]("Dune: Part Two:Notes_2") == "two" and len(sections) == 4
+
+
 def test_search_finds_pages_including_custom_ones(tmp_path: Path) -> None:
     pages = [{"title": "Old Mill", "content": "A mill.\n# Use\nIt ground rye."}, {"title": "Bare", "content": "flat"}]
     (tmp_path / "pages.jsonl").write_text("\n".join(map(json.dumps, pages)))
