@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import pytest
 from scripted_client import play
@@ -50,3 +51,10 @@ def test_warm_up_moves_are_legal_and_of_every_kind() -> None:
     assert all(re.fullmatch("[123]", row["completion"]) for row in rows)
     assert all(int(row["completion"]) <= int(row["prompt"]) for row in rows)
     assert len({(row["prompt"], row["completion"]) for row in rows}) == 33
+
+
+def test_a_program_cannot_run_a_game() -> None:
+    async def run_program(*arguments: Any) -> None: ...
+
+    with pytest.raises(ValueError, match=r"'nim' made a SeatEnvironment, whose .* leave out env\.command"):
+        load_environment("nim", agent=run_program)

@@ -17,6 +17,7 @@ from typing import Any
 from rollouts.training.environments.plain import Agent, PlainEnvironment, agent_reward
 from rollouts.training.environments.protocol import Environment, EnvironmentNotLoaded, locate_error
 from rollouts.training.environments.resolve import EnvSource, Parameters, check_args, check_environment
+from rollouts.training.environments.seats import SeatEnvironment
 from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment, check_verifiers
 
 
@@ -57,14 +58,14 @@ def _wrap(env_id: str, made: Any, timeout_s: float | None, score: bool, agent: A
             made = PlainEnvironment(**made)
         except (TypeError, ValueError) as error:
             raise ValueError(f"environment {env_id!r} did not load: {error}") from error
-    if isinstance(made, PlainEnvironment):
-        made.id, made.timeout_s, made.score, made.agent = made.id or env_id, timeout_s, score, agent or made.agent
-        return made
-    if agent is not None:
+    if agent is not None and (isinstance(made, SeatEnvironment) or not isinstance(made, PlainEnvironment)):
         raise ValueError(
             f"environment {env_id!r} made a {type(made).__name__}, whose turns a program cannot run: return a dict "
             "with dataset and rewards, or leave out env.command"
         )
+    if isinstance(made, PlainEnvironment):
+        made.id, made.timeout_s, made.score, made.agent = made.id or env_id, timeout_s, score, agent or made.agent
+        return made
     if all(hasattr(made, name) for name in ("rollout", "rubric", "get_dataset")):
         check_verifiers()
         return VerifiersEnvironment(env_id, made, timeout_s=timeout_s, score=score)
