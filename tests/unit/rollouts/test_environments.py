@@ -178,6 +178,18 @@ def test_ids_are_looked_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         load_environment("sume-env", search_dirs=[tmp_path / "b"])
 
 
+def test_an_installed_environment_has_the_requested_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "versioned_env.py").write_text("def load_environment(): ...\n")
+    (tmp_path / "versioned_env-1.2.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: versioned-env\nVersion: 1.2\n"
+    (tmp_path / "versioned_env-1.2.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for version in ("", "@1.2", "@latest"):
+        assert finding.find_environment(f"org/versioned-env{version}", []).module == "versioned_env"
+    with pytest.raises(ValueError, match=r"version 1\.2 is installed; install version 1\.3"):
+        finding.find_environment("org/versioned-env@1.3", [])
+
+
 @pytest.mark.parametrize(
     ("code", "env_args", "message"),
     [

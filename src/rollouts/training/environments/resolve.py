@@ -45,6 +45,7 @@ def find_environment(env_id: str, search_dirs: Sequence[Path] | None = None) -> 
 
     reverse-text, org/reverse-text    a folder in `search_dirs` (default: `environments` in the working directory and
                                       those that ship with the package), then an installed module reverse_text
+    org/reverse-text@0.2              that version, if it is an installed module
     module:factory                    a function of any importable module, `verifiers` or not
     ./folder, ./file.py[:factory]     code at a path
     """
@@ -65,7 +66,22 @@ def find_environment(env_id: str, search_dirs: Sequence[Path] | None = None) -> 
     file = _find_module(name)
     if file is None:
         raise ValueError(_describe_unknown(env_id, name, roots))
+    if match["version"]:
+        _check_version(env_id, name, match["version"])
     return EnvSource(env_id, name, None, file if file.suffix == ".py" else None, factory)
+
+
+def _check_version(env_id: str, name: str, version: str) -> None:
+    """Raise `ValueError` if another version of the package is installed; "latest" is any."""
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if version not in (found, "latest"):
+        raise ValueError(
+            f"environment {env_id!r}: version {found} is installed; install version {version}, set env.install = true, "
+            "or correct the version in env.id"
+        )
 
 
 def check_environment(
