@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections import Counter
 from pathlib import Path
@@ -86,6 +87,8 @@ def test_jsonl(tmp_path: Path) -> None:
     assert load_prompts_from_jsonl(path) == ["a", {"question": "b"}, "c"]
     assert load_prompts_from_jsonl(path, limit=2) == ["a", {"question": "b"}]
     assert load_prompts_from_jsonl(path, limit=0) == []
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert load_prompts_from_jsonl(path, limit=1) == ["a"]
     assert create_buffer_from_jsonl(path, prompt_key="question", seed=1).get_prompts(2)[1] == "b"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
     assert load_prompts_from_jsonl(path) == ["a"], "a byte order mark is no text"
