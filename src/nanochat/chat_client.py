@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from nanochat.engine import Completion, Engine, Request
@@ -39,7 +41,6 @@ class ChatClient:
         self.chat = self
         self.completions = self
         self.generated_tokens = 0
-        self._forced: dict[tuple[int, ...], list[int]] = {}
         self._open: list[tuple[Request, asyncio.Future[Completion]]] = []
         self._drain: asyncio.Task[None] | None = None
 
@@ -62,16 +63,15 @@ class ChatClient:
         )
         done = await self._ask(request)
         self.generated_tokens += len(done.tokens)
-        if 0 in done.mask:
-            self._forced[(*request.prompt, *done.tokens)] = done.mask
         return as_completion(_to_answer(request, done, self.version, tokenizer), chat=True)
 
     def loss_mask(self, sample: Sample) -> list[float]:
         """The mask of a sample, with 0 on tool outputs."""
-        mask = self._forced.pop(tuple(sample.tokens), None)
-        if mask is None:
-            return sample.loss_mask
-        return [*sample.loss_mask[: len(sample.tokens) - len(mask)], *map(float, mask)]
+        mask: list[float] = []
+        for weight, pairs in groupby(zip(sample.loss_mask, sample.tokens, strict=True), key=itemgetter(0)):
+            tokens = [token for _, token in pairs]
+            mask += map(float, self.engine.find_mask(tokens)) if weight else [0.0] * len(tokens)
+        return mask
 
     async def _ask(self, request: Request) -> Completion:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

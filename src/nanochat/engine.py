@@ -257,6 +257,17 @@ class Engine:
             elif self.use_tools:
                 self._follow_tool(row, token)
 
+    def find_mask(self, tokens: Sequence[int]) -> list[int]:
+        """The mask of a completion of this engine (0: inserted by the tool); it follows from the tokens."""
+        row, mask = _Row(Request((), len(tokens)), 0), []
+        for token in tokens:
+            mask.append(0 if row.forced else 1)
+            if row.forced:
+                row.forced.popleft()
+            elif self.use_tools:
+                self._follow_tool(row, token)
+        return mask
+
     def _follow_tool(self, row: _Row, token: int) -> None:
         """Collect a tool expression; at its end, force the calculator's result, if any."""
         if token == self._tool["python_start"]:

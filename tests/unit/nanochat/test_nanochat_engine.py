@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from nanochat.calculator import use_calculator
+from nanochat.chat_client import ChatClient, group_samples
 from nanochat.engine import Completion, Engine, Request
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import NanochatTokenizer
+from rollouts.agents import Turn
+from rollouts.training.agent_integration import Rollout
 from rollouts.training.sampling import keep_top_k
+from rollouts.training.types import Message
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +114,38 @@ def test_calculator_results_are_inserted_and_masked(tokenizer: NanochatTokenizer
     done = Engine(model, tokenizer).complete([Request((1, 2), 30)])[0]
     assert done.tokens == [*requested, *answer, end]
     assert done.mask == [*[1] * len(requested), *[0] * len(answer), 1] and done.finish_reason == "stop"
+    model.said = 0
+    short = Engine(model, tokenizer).complete([Request((1, 2), len(requested) + 1)])[0]
+    assert short.mask == [*[1] * len(requested), 0] and short.finish_reason == "length"
+    assert all(Engine(model, tokenizer).find_mask(one.tokens) == one.mask for one in (done, short))
+
+
+def test_equal_rollouts_do_not_train_on_tool_output(tokenizer: NanochatTokenizer) -> None:
+    special = tokenizer.encode_special
+    requested = [special("<|python_start|>"), *tokenizer.encode("12+30"), special("<|python_end|>")]
+    forced = len(tokenizer.encode("42")) + 2
+    model = Scripted(
+        GPTConfig(64, tokenizer.get_vocab_size(), 1, 1, 1, 8),
+        [*requested, *[0] * forced, special("<|assistant_end|>")],
+    )
+    model.init_weights()
+
+    async def ask(client: ChatClient) -> list[Rollout]:
+        prompt: list[Message] = [{"role": "user", "content": "12+30?"}]
+        asked = [client.create(messages=prompt, seed=seed) for seed in range(3)]
+        turns = []
+        for answer in await asyncio.gather(*asked):
+            choice = answer.choices[0]
+            logprobs = [entry.logprob for entry in choice.logprobs.content]
+            turns.append(Turn(answer.prompt_token_ids, choice.token_ids, logprobs))
+        return [Rollout(prompt=prompt, turns=[turn]) for turn in turns]
+
+    with ThreadPoolExecutor(1) as executor:
+        client = ChatClient(Engine(model, tokenizer), executor, 30)
+        rollouts = asyncio.run(ask(client))
+    completion = [*[1.0] * len(requested), *[0.0] * forced, 1.0]
+    masks = [sample.loss_mask for sample in group_samples(client, rollouts, 0)]
+    assert masks == [[*[0.0] * (len(masks[0]) - len(completion)), *completion]] * 3
 
 
 @pytest.mark.parametrize(
