@@ -22,7 +22,7 @@ from prime_rl.pretrained.gguf_architectures import (
     gemma3_query_scalar,
     separate_rope,
 )
-from prime_rl.pretrained.gguf_tokenizer import END_TOKENS, build_tokenizer_files
+from prime_rl.pretrained.gguf_tokenizer import build_tokenizer_files, find_end_tokens
 from rollouts.training.model_config import check_model_config
 from rollouts.training.tensor_files import save_tensors
 
@@ -170,11 +170,9 @@ def _read_rope_scaling(
 
 def _build_generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """End tokens of messages and of texts, and the other special ids."""
-    names = ("eos_token_id", *END_TOKENS)
-    ends = [metadata[f"tokenizer.ggml.{name}"] for name in names if f"tokenizer.ggml.{name}" in metadata]
     ids = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(ends)) or None,
+        "eos_token_id": find_end_tokens(metadata) or None,
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
     return {key: value for key, value in ids.items() if value is not None}

@@ -24,6 +24,9 @@ SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"
 END_TOKENS = ("eot_token_id", "eom_token_id")
 """Keys of end tokens besides `eos_token_id`: end of turn, end of message."""
 
+TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|eom_id|>")
+"""End tokens that need no key: llama.cpp finds them by their text, and many files, such as Gemma 3's, rely on it."""
+
 
 class TokenType(IntEnum):
     """`tokenizer.ggml.token_type`."""
@@ -87,6 +90,17 @@ def build_tokenizer_files(metadata: dict[str, Any], max_length: int) -> dict[str
     if template := metadata.get("tokenizer.chat_template"):
         files["chat_template.jinja"] = template
     return files
+
+
+def find_end_tokens(metadata: dict[str, Any]) -> list[int]:
+    """Ids of the end tokens of texts and turns, by their keys and by `TURN_ENDS`."""
+    keys = (f"tokenizer.ggml.{name}" for name in ("eos_token_id", *END_TOKENS))
+    ends: list[int] = [metadata[key] for key in keys if key in metadata]
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    for i, kind in enumerate(metadata.get("tokenizer.ggml.token_type") or ()):
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED) and tokens[i] in TURN_ENDS:
+            ends.append(i)
+    return list(dict.fromkeys(ends))
 
 
 def _build_byte_level(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
@@ -187,7 +201,8 @@ def read_tokenizer_metadata(directory: Path, vocab_size: int) -> dict[str, tuple
         if token in ids:
             values[f"{key}_token_id"] = ids[token], (kinds.UINT32,)
     end = values.get("eos_token_id", (None,))[0]
-    for name, token_id in zip(END_TOKENS, _read_further_ends(directory, end), strict=False):
+    turn_ends = {ids[token] for token in TURN_ENDS if token in ids}
+    for name, token_id in zip(END_TOKENS, _read_further_ends(directory, end, turn_ends), strict=False):
         values[name] = token_id, (kinds.UINT32,)
     begin = values.get("bos_token_id", (None,))[0]
     first = Tokenizer.from_file(str(path)).encode("a").ids[:1]
@@ -200,13 +215,16 @@ def read_tokenizer_metadata(directory: Path, vocab_size: int) -> dict[str, tuple
     return result
 
 
-def _read_further_ends(directory: Path, end: int | None) -> list[int]:
-    """End tokens of `generation_config.json` besides `end`; `ValueError` for more than GGUF has keys."""
+def _read_further_ends(directory: Path, end: int | None, turn_ends: set[int]) -> list[int]:
+    """End tokens of `generation_config.json` besides `end`, those of `turn_ends`, which need no key, last.
+
+    `ValueError` for more than GGUF has keys.
+    """
     path = directory / "generation_config.json"
     ids = read_json_file(path).get("eos_token_id") if path.is_file() else None
     ends = [ids] if isinstance(ids, int) else list(ids or [])
-    further = [token_id for token_id in ends if token_id != end]
-    if len(further) > len(END_TOKENS):
+    further = sorted((token_id for token_id in ends if token_id != end), key=turn_ends.__contains__)
+    if len([token_id for token_id in further if token_id not in turn_ends]) > len(END_TOKENS):
         raise ValueError(f"{path} has {len(ends)} end tokens, GGUF has room for {1 + len(END_TOKENS)}: remove some")
     return further
 

@@ -26,7 +26,7 @@ from prime_rl.pretrained.gguf_architectures import (
     separate_rope,
 )
 from prime_rl.pretrained.gguf_reader import convert_gguf
-from prime_rl.pretrained.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer_files
+from prime_rl.pretrained.gguf_tokenizer import PRE_TOKENIZERS, TokenType, build_tokenizer_files, find_end_tokens
 from prime_rl.pretrained.gguf_writer import FILE_TYPES, write_gguf
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 
@@ -228,6 +228,25 @@ def test_more_end_tokens_than_gguf_has_keys_are_refused(tmp_path: Path) -> None:
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2, 3, 4]}))
     with pytest.raises(ValueError, match="has 4 end tokens"):
         write_gguf(model, tmp_path / "model.gguf")
+
+
+def test_ends_of_turns_are_found_by_their_text() -> None:
+    """Published files of Gemma 3 name only the end of a text."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<end_of_turn>", "<|im_end|>", "<|eot_id|>"]
+    types = [TokenType.CONTROL] * 4 + [TokenType.NORMAL, TokenType.USER_DEFINED]
+    values = {"tokens": tokens, "token_type": types, "eos_token_id": 1}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    assert find_end_tokens(metadata) == [1, 3, 5]
+    assert find_end_tokens(metadata | {"tokenizer.ggml.eot_token_id": 3}) == [1, 3, 5]
+
+
+def test_ends_of_turns_need_no_key(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen3")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<pad>"}))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [398, 397, 1, 2]}))
+    back = round_trip(model, tmp_path)
+    assert json.loads((back / "generation_config.json").read_text())["eos_token_id"] == [398, 1, 2, 397]
 
 
 VOCAB = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abc", "ab", "▁a", "bc", "abc", "▁ab", "ca"]
