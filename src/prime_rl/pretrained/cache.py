@@ -10,6 +10,9 @@ from pathlib import Path
 
 from rollouts.kernels.build_cache import user_cache_dir
 
+CONVERTER_VERSION = 2
+"""Raise it when `convert_gguf` writes other files for the same GGUF file: cached ones are then converted again."""
+
 
 def models_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/prime_rl/models`, else below `~/.cache`."""
@@ -36,10 +39,11 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
 
 
 def resolve_gguf(path: Path) -> Path:
-    """The Hugging Face directory of a GGUF file, converted once for each size and time of modification."""
+    """The Hugging Face directory of a GGUF file, converted once for each size, time of modification and converter."""
     from prime_rl.pretrained.gguf_reader import convert_gguf
 
     path = path.resolve()
     stat = path.stat()
-    key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    identity = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERTER_VERSION}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return build_once(models_cache_dir() / f"{path.stem}-{key}", lambda directory: convert_gguf(path, directory))

