@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ TRAINING = ("trainer", "sft", "orchestrator", "inference", "teacher_inference", 
 """Processes whose metrics count as activity; evaluations may be written later."""
 
 TAIL_BYTES = 64 * 1024
+"""Bytes of the metrics that are read at a time, from the end."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def _is_fresh(last: float, tail: _Tail) -> bool:
 
 def _read_tail(path: Path) -> _Tail:
     rows = [row for row in _last_rows(path) if row.get("process") in TRAINING]
-    trained = [row for row in rows if "loss/mean" in row]
+    trained = [row for row in rows if _is_trained(row)]
     steps = [int(row.get("step") or 0) for row in trained or rows if "timeline/what" not in row]
     times = [float(row["timestamp"]) for row in trained if isinstance(row.get("timestamp"), (int, float))]
     step_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
@@ -105,23 +107,43 @@ def _read_tail(path: Path) -> _Tail:
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows in the last bytes of a JSONL file."""
+    """The complete rows at the end of a JSONL file, back to the last two training steps.
+
+    Intervals are read only near the end.
+    """
+    rows: list[dict[str, Any]] = []
+    is_unfinished = True  # the end of the file may be half a line
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(size - TAIL_BYTES, 0))
-            lines = file.read().split(b"\n")
+            start, rest = os.fstat(file.fileno()).st_size, b""
+            while start and sum(map(_is_trained, rows)) < 2:
+                end, start = start, max(start - TAIL_BYTES, 0)
+                file.seek(start)
+                lines = (file.read(end - start) + rest).split(b"\n")
+                if is_unfinished:
+                    lines.pop()
+                    is_unfinished = not lines
+                rest = lines.pop(0) if start and lines else b""
+                rows = [*_parse_rows(lines, skip_intervals=bool(rows)), *rows]
     except OSError:
         return []
-    rows = []
-    for line in lines[0 if size <= TAIL_BYTES else 1 : -1]:
+    return rows
+
+
+def _parse_rows(lines: list[bytes], skip_intervals: bool) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if skip_intervals and b'"timeline/what"' in line:
+            continue  # parsing millions of them takes long
         try:
             row = json.loads(line)
         except ValueError:
             continue
         if isinstance(row, dict):
-            rows.append(row)
-    return rows
+            yield row
+
+
+def _is_trained(row: dict[str, Any]) -> bool:
+    return "loss/mean" in row and row.get("process") in TRAINING
 
 
 def _logged_finish(log: Path) -> bool:

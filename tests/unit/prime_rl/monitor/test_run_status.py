@@ -84,3 +84,17 @@ def test_run_that_failed_before_its_first_step_is_found(tmp_path: Path) -> None:
         raise RuntimeError("no memory")
     assert [run.path.name for run in find_runs(tmp_path)] == ["run"]
     assert status_of(tmp_path / "run") == "stopped before the first step (failed: RuntimeError: no memory)"
+
+
+@pytest.mark.parametrize("tail_bytes", [7, 1000, 64 * 1024])
+def test_the_step_is_found_before_many_intervals(
+    tail_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.monitor.run_status.TAIL_BYTES", tail_bytes)
+    write_metrics(tmp_path, steps=12)
+    interval = {"step": 12, "timestamp": time.time(), "process": "inference", "timeline/what": "generate"}
+    append_jsonl(tmp_path / "metrics.jsonl", [interval] * (10 if tail_bytes == 7 else 800))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "process": "trainer", "loss/me')
+    write_state(tmp_path, identify_process(), "interrupted")
+    assert status_of(tmp_path) == "stopped at step 12 (interrupted)"
