@@ -224,6 +224,11 @@ def merge_adapter(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, 
     """Base checkpoint tensors with an adapter merged in; `ValueError` for mismatched tensors."""
     merged = dict(tensors)
     saved = {n: t for n, t in adapter.tensors.items() if ".lora_A." not in n and ".lora_B." not in n}
+    if unknown := sorted(saved.keys() - tensors.keys() - {"lm_head.weight"}):
+        raise ValueError(
+            f"the adapter's {unknown[0]} is no tensor of its base model: only adapters of linear layers and "
+            "modules_to_save are supported; merge this one with peft (merge_and_unload)"
+        )
     if {"lm_head.weight", "model.embed_tokens.weight"} & saved.keys() and "lm_head.weight" not in merged:
         merged["lm_head.weight"] = merged["model.embed_tokens.weight"]  # tied in the base checkpoint, untied here
     merged |= saved

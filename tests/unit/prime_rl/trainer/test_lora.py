@@ -21,6 +21,7 @@ from prime_rl.trainer.lora import (
     add_lora,
     load_adapter,
     match_modules,
+    merge_adapter,
     merged_tensors,
     peft_config,
     peft_tensors,
@@ -256,6 +257,14 @@ def test_mismatched_adapter_does_not_change_the_table() -> None:
     with pytest.raises(ValueError, match="does not have"):
         table.put("a", Adapter(spec, {"model.layers.9.mlp.up_proj.lora_A.weight": torch.zeros(2, 64)}))
     assert table.names == [] and not table.changes
+
+
+@pytest.mark.parametrize("kind", ["lora_embedding_A", "token_adapter.trainable_tokens_delta"])
+def test_tensors_that_cannot_be_merged_are_refused(kind: str) -> None:
+    model, name = build_model(), f"model.embed_tokens.{kind}"
+    adapter = Adapter(LoraSpec(4, 8), {name: torch.ones(4, SHAPE["vocab_size"])})
+    with pytest.raises(ValueError, match=f"{name} is no tensor of its base model"):
+        merge_adapter(tensor_names(model), adapter)
 
 
 def test_patterns_match_like_peft() -> None:
