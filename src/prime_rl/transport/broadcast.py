@@ -16,6 +16,7 @@ import contextlib
 import ipaddress
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 BROADCAST_FILE, TAKEN_FILE = "broadcast.json", "TAKEN"
 CONNECT_S = 10.0
+RETRY_S = 0.1  # after a connection that could not be accepted
 DONE = b"done"
 Kind = Literal["gloo", "nccl"]
 T = TypeVar("T")
@@ -171,17 +173,21 @@ class WeightSender:
 
     def close(self) -> None:
         """Stop listening; running transfers complete."""
-        if self._listener is not None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
-            self._listener.close()
-            self._listener = None
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
+            listener.close()
 
     def _listen(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
+        while self._listener is listener:
+            try:
                 connection, _ = listener.accept()
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError) as error:  # closed, or too many open files or threads
+                if self._listener is listener:
+                    logger.warning(f"Cannot accept requests for weights: {error}; trying again")
+                    time.sleep(RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
         """Serve one transfer in its own thread."""

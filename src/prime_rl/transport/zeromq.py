@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from loguru import logger
 
 from prime_rl.transport.batches import (
     RECEIVED,
@@ -101,9 +102,12 @@ class ZmqBatchSender(FilesystemBatchSender):
                 ready = dict(poller.poll())
                 if signal in ready and signal.recv() == b"close":
                     return
-                if router in ready:
-                    self._on_message(router, router.recv_multipart())
-                self._send_pending(router)
+                try:
+                    if router in ready:
+                        self._on_message(router, router.recv_multipart())
+                    self._send_pending(router)
+                except OSError as error:  # such as too many open files; the thread must outlive it
+                    logger.warning(f"Cannot serve batches: {error}; receivers repeat their requests")
 
     def _on_message(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
         """Record a receiver's request or acknowledgment; reject invalid messages with a reason."""

@@ -139,6 +139,26 @@ def knock(place: Broadcast) -> socket.socket:
     return socket.create_connection((place.host, place.port), timeout=5)
 
 
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+def test_the_listener_outlives_a_failed_accept(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failures = socket.socket.accept, [error]
+
+    def accept(listener: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    sender = WeightSender("gloo", "localhost", 0, 2.0, CPU)
+    sender.open()
+    try:
+        with pytest.raises(ValueError, match="version 1 is not available"):
+            receive_weights(sender.address, 1, "server", CPU)
+        assert not failures
+    finally:
+        sender.close()
+
+
 def test_failed_receivers_do_not_block_others(trainer: WeightSender, monkeypatch: pytest.MonkeyPatch) -> None:
     """Receivers that disconnect, send garbage, stay silent or fail mid-transfer do not affect a healthy one."""
     trainer.offer(1, {"small": torch.ones(2), "big": torch.arange(1 << 20)}, None)

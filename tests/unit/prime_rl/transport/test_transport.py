@@ -208,6 +208,26 @@ def test_a_published_batch_is_sent_immediately(tmp_path: Path, monkeypatch: pyte
     sender.close()
 
 
+def test_the_sender_outlives_a_failed_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError(24, "Too many open files")]
+    real = zeromq.read_batch
+
+    def read(directory: Path) -> bytes | None:
+        if failures:
+            raise failures.pop()
+        return real(directory)
+
+    monkeypatch.setattr(zeromq, "read_batch", read)
+    monkeypatch.setattr(zeromq, "RESEND_S", 0.2)
+    with ExitStack() as stack:
+        transport = TransportCase("zmq", tmp_path, stack)
+        sender, receiver = transport.sender(), transport.receiver()
+        _, found = in_thread(lambda: receiver.receive(1, 10))
+        until(lambda: not failures)
+        publish(sender, 1)
+        until(lambda: found == [batch(1)])
+
+
 def test_other_schemas_and_invalid_messages_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     sender = ZmqBatchSender(tmp_path, "localhost", port)
