@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,13 @@ class LiveRuns:
             return self._cards[key].run
 
     def cards(self) -> list[dict[str, Any]]:
-        """All runs: running ones first, then the most recently changed."""
+        """All runs that can be read: running ones first, then the most recently changed."""
+        cards = []
         with self._lock:
             self._scan()
-            cards = [card.read(key) for key, card in self._cards.items()]
+            for key, card in self._cards.items():
+                with suppress(OSError):  # such as another user's file
+                    cards.append(card.read(key))
         return sorted(cards, key=lambda card: (card["state"] != "running", -card["changed"]))
 
     def curves(self, keys: Sequence[str], metric: str | None) -> dict[str, Any]:

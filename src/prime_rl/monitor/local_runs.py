@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,10 @@ class LocalRun:
     @property
     def changed(self) -> float:
         """When a metric was last written, in unix seconds; 0 before the first."""
-        return self.metrics_path.stat().st_mtime if self.metrics_path.exists() else 0.0
+        try:
+            return self.metrics_path.stat().st_mtime
+        except OSError:
+            return 0.0
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Lines of metrics and timelines in file order, without repeated steps."""
@@ -100,9 +104,16 @@ class LocalRun:
         return evaluations
 
     def configs(self) -> dict[str, str]:
-        """Process -> its resolved configuration as text, with the source of each value and without secrets."""
-        paths = sorted(self.files.configs.glob("*.toml"))
-        return {path.stem: redact(SECRET.sub(r'\1"***"', path.read_text(encoding="utf-8"))) for path in paths}
+        """Process -> its resolved configuration as text, with the source of each value and without secrets.
+
+        Files that cannot be read are left out.
+        """
+        configs = {}
+        for path in sorted(self.files.configs.glob("*.toml")):
+            with suppress(OSError):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                configs[path.stem] = redact(SECRET.sub(r'\1"***"', text))
+        return configs
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """Process -> its resolved configuration."""
@@ -143,14 +154,16 @@ def load_series(run: LocalRun) -> dict[str, Series]:
 
 
 def _walk(root: Path, depth: int) -> Iterator[Path]:
-    if not root.is_dir():
-        return
-    if RunDir(root).metrics.exists() or RunDir(root).state.exists():
+    try:
+        is_run = RunDir(root).metrics.exists() or RunDir(root).state.exists()
+        children = sorted(path for path in root.iterdir() if path.is_dir()) if depth and root.is_dir() else []
+    except OSError:
+        return  # unreadable, or removed meanwhile
+    if is_run:
         yield root
-    if depth:
-        for child in sorted(root.iterdir()):
-            if child.is_dir() and not child.is_symlink() and child.name not in _SKIPPED and child.name[0] != ".":
-                yield from _walk(child, depth - 1)
+    for child in children:
+        if not child.is_symlink() and child.name not in _SKIPPED and child.name[0] != ".":
+            yield from _walk(child, depth - 1)
 
 
 def _load_last_attempts(path: Path) -> Iterator[dict[str, Any]]:

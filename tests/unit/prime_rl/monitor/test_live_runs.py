@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_runs import metric_rows, write_page_run
@@ -44,6 +46,29 @@ def test_a_card_shows_the_last_attempt(tmp_path: Path) -> None:
     found = card.read("run")
     assert (found["value"], found["spark"][-1]) == (0.7, [2, 0.7])
     assert RunCard(LocalRun(run)).read("run")["spark"] == found["spark"]
+
+
+def test_unreadable_files_do_not_hide_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_page_run(tmp_path / "a", num_steps=3)
+    write_page_run(tmp_path / "b", num_steps=3)
+    write_page_run(tmp_path / "secret" / "c", num_steps=3)
+    (tmp_path / "a" / "configs" / "trainer.toml").write_bytes(b"max_steps = 4  # \xff\n")
+    denied = {tmp_path / "b" / "metrics.jsonl", tmp_path / "secret"}
+
+    def deny(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *args: Any, **options: Any) -> Any:
+            if path in denied:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *args, **options)
+
+        return call
+
+    for name in ("open", "iterdir"):
+        monkeypatch.setattr(Path, name, deny(getattr(Path, name)))
+    cards = LiveRuns(tmp_path).cards()
+    assert [(card["key"], card["max_steps"]) for card in cards] == [("a", 4)]
+    denied.add(tmp_path / "a" / "configs" / "trainer.toml")
+    assert LiveRuns(tmp_path).cards()[0]["max_steps"] != 4
 
 
 def test_routes_list_open_and_compare_runs(root: Path) -> None:
