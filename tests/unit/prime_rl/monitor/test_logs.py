@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from datetime import datetime
 from pathlib import Path
 
 from prime_rl.monitor.local_runs import LocalRun
-from prime_rl.monitor.logs import find_alerts, list_logs, pack_logs, read_log
+from prime_rl.monitor.logs import MAX_ALERTS, find_alerts, list_logs, pack_logs, read_log
 
 LOG = """\
 12:00:01    INFO Step 1
@@ -42,3 +44,20 @@ def test_alerts_are_the_newest_first_and_once_each(tmp_path: Path) -> None:
         ("ERROR", 1, "12:00:03"), ("WARNING", 2, "12:00:02"),
     ]  # fmt: skip
     assert find_alerts(LocalRun(tmp_path / "none")) == []
+
+
+def test_alerts_after_midnight_are_newer(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    evening = [f"23:{minute:02}:00 WARNING problem {minute}" for minute in range(MAX_ALERTS + 10)]
+    logs = {
+        "trainer": ([*evening, "00:10:00    INFO Step 5", "00:12:00   ERROR out of memory"], (13, 30)),
+        "inference": (["00:09:30 WARNING later thread", "00:09:10 WARNING slow"], (9, 10)),
+        "eval": (["23:59:59 WARNING old"], (0, 1)),
+    }
+    for process, (lines, (minute, second)) in logs.items():
+        path = tmp_path / "logs" / f"{process}.log"
+        path.write_text("\n".join(lines) + "\n")
+        os.utime(path, (datetime(2026, 3, 2, 0, minute, second).timestamp(),) * 2)
+    alerts = find_alerts(LocalRun(tmp_path))
+    assert len(alerts) == MAX_ALERTS
+    assert [alert["text"] for alert in alerts[:5]] == ["out of memory", "later thread", "slow", "old", "problem 39"]
