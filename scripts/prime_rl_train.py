@@ -250,6 +250,7 @@ async def train(trainer: Trainer, watch: RunLogger) -> None:
         start = trainer.resume(manager)
     else:
         trainer.archive_earlier_run()
+    watch.begin(start)
     await trainer.publish(start)
     if start == 0:
         watch.log(0, await trainer.evaluate(0))

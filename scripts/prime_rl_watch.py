@@ -16,6 +16,7 @@ from nanochat.prime_rl_wandb import (
 )
 from prime_rl.runtime.redacted_output import plain_output
 from prime_rl.runtime.redaction import redact_fields
+from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.types import Sample, Status
 
 if TYPE_CHECKING:
@@ -52,6 +53,16 @@ class RunLogger:
                     log_dir=directory,
                 )
             self.runs += [] if isinstance(run, OfflineWandbRun) else [run]
+
+    def begin(self, step: int) -> None:
+        """Keep the lines up to `step` of a resumed run; move those of an earlier one with this name to `attempts/N`."""
+        if not self.runs:
+            return
+        local = self.runs[0]
+        if self.trainer.config.resume:
+            local.continue_from(step)
+        elif (folder := RunDir(local.directory).archive(local.files)) is not None:
+            print(f"note: metrics of an earlier run moved to {folder}", flush=True)
 
     def is_drawn(self, step: int) -> bool:
         """Whether figures are drawn at this step."""

@@ -16,10 +16,10 @@ import msgspec
 
 from nanochat import prime_rl_figures as figures
 from nanochat.env_file import read_variable
-from rollouts.training.metrics import JSONLLogger
+from rollouts.training.metrics import JSONLLogger, load_jsonl
 
 DEFAULT_TAGS = ("prime-rl", "nanochat", "aquarat", "reinforcement-learning")
-SUMMARY_FILE = "summary.json"
+SUMMARY_FILE, FIGURES_DIR = "summary.json", "viz"
 INIT_TIMEOUT_S = 60.0
 log = logging.getLogger("nanochat")
 
@@ -193,6 +193,21 @@ class OfflineWandbRun:
         self.summary: dict[str, float] = {}
         self._lines = JSONLLogger(self.directory)
 
+    @property
+    def files(self) -> list[Path]:
+        """What the run writes."""
+        return [self._lines.path, self.directory / SUMMARY_FILE, self.directory / FIGURES_DIR]
+
+    def continue_from(self, step: int) -> None:
+        """Drop the lines after `step`, which a resumed run repeats."""
+        path = self._lines.path
+        rows = list(load_jsonl(path))
+        kept = [row for row in rows if row.get("step", 0) <= step]
+        if len(kept) < len(rows):
+            temporary = path.with_suffix(".tmp")
+            temporary.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
+            temporary.replace(path)
+
     def log(self, data: Mapping[str, Any]) -> None:
         """Append a line of metrics, and write other values as figures."""
         step = int(data.get("step", self.summary.get("step", -1) + 1))
@@ -284,9 +299,9 @@ def log_prime_rl_metrics_to_wandb(
         return
     data = rl_tracker.figure_data()
     if isinstance(wandb_run, OfflineWandbRun):
-        wandb_run.log({"step": step, **{f"viz/{name}": found for name, found in data.items()}})
+        wandb_run.log({"step": step, **{f"{FIGURES_DIR}/{name}": found for name, found in data.items()}})
     try:
-        drawn = {f"viz/{name}": draw_figure(name, found) for name, found in data.items()}
+        drawn = {f"{FIGURES_DIR}/{name}": draw_figure(name, found) for name, found in data.items()}
     except ValueError as error:
         log.warning("%s", error)
         return

@@ -60,6 +60,22 @@ def test_a_new_run_moves_earlier_checkpoints_aside(base: Path) -> None:
     assert complete_steps(own) == [1, 2] and complete_steps(own / "attempts" / "1") == [1, 2, 3]
 
 
+def test_runs_do_not_mix_their_metrics(base: Path) -> None:
+    own = base / "prime_rl_runs" / "dummy"
+
+    def steps(directory: Path) -> list[int]:
+        return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+    train("--max_steps=3")
+    train("--max_steps=3", "--seed=7")
+    assert steps(own) == steps(own / "attempts" / "1") == [0, 1, 2, 3]
+    assert (own / "attempts" / "1" / "summary.json").is_file() and (own / "attempts" / "1" / "viz").is_dir()
+    before = (own / "metrics.jsonl").read_text().splitlines()[:3]
+    shutil.rmtree(base / "prime_rl_checkpoints" / "d1" / "step_3")
+    train("--max_steps=3", "--seed=7", "--resume")
+    assert steps(own) == [0, 1, 2, 3] and (own / "metrics.jsonl").read_text().splitlines()[:3] == before
+
+
 def test_a_resume_of_another_run_is_refused(base: Path) -> None:
     own = base / "prime_rl_checkpoints" / "d1"
     train("--max_steps=1")
