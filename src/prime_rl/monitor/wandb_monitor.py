@@ -89,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.diff is not None:
         return diff(*options.diff)
+    check_combination(options)
     if options.save_dir is not None:
         check_matplotlib()
     if options.run is None or options.serve or options.open:
@@ -97,10 +98,11 @@ def run(options: argparse.Namespace) -> int:
         run = local_runs.open_run(Path(options.run))
         if options.replay is not None:
             return replay_step(run, options.replay)
-        if options.report or options.explain:
-            return inspect_run(options, run)
         series = local_runs.load_series(run)
         kind = find_kind(series, run.tables(), bool(run.evaluations()))
+        if options.report or options.explain:
+            draw_plots(options, series, kind)
+            return inspect_run(options, run)
         show(options, f"{run.name} ({find_status(run).text})", series, run.samples(), kind)
     else:
         from prime_rl.monitor import wandb_runs
@@ -114,6 +116,20 @@ def run(options: argparse.Namespace) -> int:
         series = {} if options.samples_only else remote.load_series()
         show(options, f"{remote.name} ({remote.state})", series, samples, find_kind(series, {}))
     return 0
+
+
+def check_combination(options: argparse.Namespace) -> None:
+    """`ValueError` for an option that another one would make ineffective."""
+    ineffective = {
+        "serve": ("replay", "save_dir"),
+        "open": ("replay", "save_dir"),
+        "replay": ("report", "explain", "save_dir"),
+    }
+    for option, others in ineffective.items():
+        for other in others:
+            if options.run is not None and getattr(options, option) and getattr(options, other):
+                name = other.replace("_", "-")
+                raise ValueError(f"--{name} has no effect with --{option}: run the command once with each of them")
 
 
 def serve_pages(options: argparse.Namespace) -> int:
@@ -190,11 +206,16 @@ def show(
             print_text("\n" + findings_text(symptoms))
         if kind.has_teacher:
             show_distillation(series)
-        if options.save_dir is not None:
-            written = save_plots(series, options.save_dir, kind)
-            print_text("\n" + ("plots: " + ", ".join(map(str, written)) if written else "nothing to plot yet"))
+        draw_plots(options, series, kind)
     if not options.metrics_only:
         show_samples(options, samples, kind)
+
+
+def draw_plots(options: argparse.Namespace, series: Mapping[str, Series], kind: RunKind) -> None:
+    """Write the plots to --save-dir, if it is given."""
+    if options.save_dir is not None:
+        written = save_plots(series, options.save_dir, kind)
+        print_text("\n" + ("plots: " + ", ".join(map(str, written)) if written else "nothing to plot yet"))
 
 
 def show_distillation(series: Mapping[str, Series]) -> None:

@@ -133,6 +133,31 @@ def test_plots_are_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "reward" not in out.lower() and (tmp_path / "teacher" / "distillation.png").exists()
 
 
+def test_a_report_comes_with_the_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; cure: make setup")
+    argv = [write_run(tmp_path / "run"), "--report", tmp_path / "r.html", "--save-dir", tmp_path / "plots"]
+    code, out, _ = call(capsys, *argv)
+    assert code == 0 and "optimizer.png" in out and (tmp_path / "r.html").exists()
+    assert (tmp_path / "plots" / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "other"),
+    [
+        ("--serve", "--save-dir=plots"),
+        ("--open", "--replay=3"),
+        ("--replay=3", "--report=r.html"),
+        ("--replay=3", "--save-dir=plots"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    option: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(capsys, write_run(tmp_path / "run"), option, other)
+    assert (code, out) == (2, "")
+    assert f"{other.partition('=')[0]} has no effect with {option.partition('=')[0]}" in err
+
+
 def test_plots_without_matplotlib_name_the_cure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
