@@ -16,10 +16,11 @@ from prime_rl.transport.weights import WEIGHTS_FILE, adapt_config, is_adapter, r
 from rollouts.training.tensor_files import save_tensors
 
 
-def convert(source: Path, target: Path, file_type: str = "f16", base: str | None = None) -> None:
+def convert(source: Path, target: Path, file_type: str | None = None, base: str | None = None) -> None:
     """Convert in the direction that the names give; raises `ValueError` rather than overwriting anything.
 
-    A LoRA adapter is merged into its base model: `base`, or the one that it names.
+    `file_type` is the type of the matrices in a GGUF file, by default f16. A LoRA adapter is merged into its base
+    model: `base`, or the one that it names.
     """
     from prime_rl.pretrained.gguf_reader import convert_gguf
     from prime_rl.pretrained.gguf_writer import write_gguf
@@ -30,13 +31,15 @@ def convert(source: Path, target: Path, file_type: str = "f16", base: str | None
         source = fetch_model(str(source))
     if base is not None and not is_adapter(source):
         raise ValueError(f"--base {base}: {source} is not a LoRA adapter, leave it out")
+    if file_type is not None and target.suffix != ".gguf":
+        raise ValueError(f"--type {file_type} is for a target named *.gguf, not {target}: leave it out")
     if is_adapter(source):
         if target.suffix == ".gguf":
             raise ValueError(f"{source} is a LoRA adapter: merge it into a directory first, then convert that")
         build_once(target, lambda directory: merge_into(source, directory, base))
     elif source.is_dir() and target.suffix == ".gguf":
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_gguf(source, target, file_type)
+        write_gguf(source, target, file_type or "f16")
     elif source.is_file() and target.suffix != ".gguf":
         build_once(target, lambda directory: convert_gguf(source, directory))
     elif not source.exists():
@@ -85,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     )
     parser.add_argument("source", type=Path, help="a GGUF file, a model directory, a known name or a LoRA adapter")
     parser.add_argument("target", type=Path, help="a new directory, or a new file named *.gguf")
-    parser.add_argument("--type", choices=FILE_TYPES, default="f16", help="type of matrices in GGUF (default f16)")
+    parser.add_argument("--type", choices=FILE_TYPES, help="type of matrices in GGUF (default f16)")
     parser.add_argument("--base", help="base model of a LoRA adapter (default: the one that it names)")
     parser.run(_convert, argv)
 

@@ -122,6 +122,8 @@ def test_convert_in_both_directions(tmp_path: Path, capsys: pytest.CaptureFixtur
         return end.value.code
 
     assert run(model, tmp_path / "new.gguf", "--type", "q8_0") == 0
+    assert run(tmp_path / "new.gguf", tmp_path / "back", "--type", "q8_0") == 2
+    assert "--type q8_0 is for a target named *.gguf" in capsys.readouterr().err
     assert run(tmp_path / "new.gguf", tmp_path / "back") == 0
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
     assert run(tmp_path / "new.gguf", tmp_path / "back") == 2

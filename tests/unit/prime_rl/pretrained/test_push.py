@@ -228,6 +228,8 @@ def test_convert_of_adapters_names_the_cure(tmp_path: Path, capsys: pytest.Captu
     directory, _ = publish_adapter(tmp_path, ())
     assert run(convert_main, directory, tmp_path / "x.gguf") == 2
     assert "merge it into a directory first" in capsys.readouterr().err
+    assert run(convert_main, directory, tmp_path / "x", "--type", "f16") == 2
+    assert "--type f16 is for a target named *.gguf" in capsys.readouterr().err
     assert run(convert_main, tmp_path / "base" / "step_1", tmp_path / "y", "--base", "tiny-qwen3") == 2
     assert "is not a LoRA adapter" in capsys.readouterr().err
     config = directory / "adapter_config.json"
