@@ -101,6 +101,13 @@ def build_server_argv(config: GenerationConfig, options: Mapping[str, Any]) -> l
     return [sys.executable, "-m", "prime_rl.inference.server", *arguments]
 
 
+def find_server_options(config: GenerationConfig) -> list[str]:
+    """Keys of `model` that are set and concern only a server started by this command."""
+    changed = config.model.model_dump(exclude_defaults=True, exclude={"name"})
+    debug = changed.pop("debug", {})
+    return [*(f"model.{key}" for key in changed), *(f"model.debug.{key}" for key in debug)]
+
+
 @asynccontextmanager
 async def connect(config: GenerationClientConfig, base_urls: Sequence[str]) -> AsyncIterator[list[Any]]:
     """One client per server; `ConnectionError` for an address that does not respond."""

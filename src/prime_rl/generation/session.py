@@ -85,7 +85,13 @@ def run_generation(
     from loguru import logger
 
     from prime_rl.client.http import ensure_open_files
-    from prime_rl.generation.model_server import check_servers, run_with_server, start_server, wait_for_server
+    from prime_rl.generation.model_server import (
+        check_servers,
+        find_server_options,
+        run_with_server,
+        start_server,
+        wait_for_server,
+    )
     from prime_rl.runtime.interrupts import cancel_on_signals
     from prime_rl.runtime.process import ChildFailed
     from prime_rl.telemetry.trackers import check_trackers
@@ -97,6 +103,8 @@ def run_generation(
     check_environments(config.env)
     setup_logger(process, config.log, RunDir(config.output_dir).logs)
     if base_urls:
+        for key in find_server_options(config):
+            logger.warning(f"{key} has no effect: it is for a model served by this command, not by {base_urls[0]}")
         anyio.run(check_servers, config.client, base_urls)
     if advice := ensure_open_files(config.max_concurrent):
         logger.warning(advice)

@@ -396,3 +396,14 @@ def test_missing_server_raises_before_loading_environments(tmp_path: Path, monke
     config = EvalConfig.model_validate({"client": client, "env": [{"id": "reverse-text"}], "output_dir": tmp_path})
     with pytest.raises(ConnectionError, match=r"client.base_url .* does not respond.*reconnect-timeout"):
         evaluate(config)
+
+
+def test_options_of_its_own_server_warn_with_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.utils.vf.open_environments", lambda *_: pytest.fail("must not be loaded"))
+    url = f"http://127.0.0.1:{find_free_port()}/v1"
+    argv = ["--client.base-url", url, "--model.max-model-len", "2048", "--model.debug.random-init", "true"]
+    with pytest.raises(ConnectionError):
+        evaluate(parse(*argv, "--output-dir", str(tmp_path)))
+    log = (tmp_path / "logs" / "eval.log").read_text()
+    assert f"model.max_model_len has no effect: it is for a model served by this command, not by {url}" in log
+    assert "model.debug.random_init has no effect" in log
