@@ -27,7 +27,7 @@ def write_card(directory: Path, repo_id: str) -> str:
     from huggingface_hub import ModelCardData
 
     adapter = read_json_file(directory / ADAPTER_CONFIG_FILE) if is_adapter(directory) else None
-    run, step = RunDir(directory.resolve().parents[1]), parse_step(directory.name)
+    run, step = RunDir(directory.resolve().parent.parent), parse_step(directory.name)
     methods = {"trainer": "reinforcement learning", "sft": "supervised fine-tuning"}
     process = next((name for name in methods if run.config(name).is_file()), None)
     base = adapter["base_model_name_or_path"] if adapter else _read_base(run, process)

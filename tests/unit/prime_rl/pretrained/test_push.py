@@ -163,6 +163,10 @@ def test_the_card_links_only_models_of_the_hub(name: str, base: str | None, tmp_
     assert ("base_model" in card) == (base is not None)
 
 
+def test_card_of_a_directory_below_the_root() -> None:
+    assert "A model, trained with prime-rl." in module.write_card(Path("/no_such_model"), "me/model")
+
+
 def test_a_refused_token_is_not_shown(
     hub: Hub, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
