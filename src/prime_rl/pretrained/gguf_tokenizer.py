@@ -186,6 +186,8 @@ def read_tokenizer_metadata(directory: Path, vocab_size: int) -> dict[str, tuple
     pre = find_pre_tokenizer(tokenizer, path)
     tokens, types = _list_tokens(tokenizer, vocab_size)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    if not merges:
+        raise ValueError(f"{path} has no merges, without which llama.cpp reads no model: train a tokenizer with some")
     kinds = gguf.GGUFValueType
     values: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "model": ("gpt2", (kinds.STRING,)),

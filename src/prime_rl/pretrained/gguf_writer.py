@@ -158,6 +158,8 @@ def _add_tensors(
         if architecture.is_offset_norm(name):
             values = values + 1
         kind = matrix_type if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        if values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:  # no whole blocks: as llama.cpp's converter does
+            kind = gguf.GGMLQuantizationType.F16
         if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
             writer.add_tensor(gguf_name, gguf.quantize(values, kind))
         else:

@@ -98,6 +98,15 @@ def test_matrices_equal_those_of_the_gguf_package(file_type: str, tmp_path: Path
     assert json.loads((back / "config.json").read_text())["torch_dtype"] == str(dtype).removeprefix("torch.")
 
 
+def test_matrices_without_whole_blocks_are_float16(tmp_path: Path) -> None:
+    back = round_trip(save_model(tmp_path / "model", "qwen3", intermediate_size=40), tmp_path, "q8_0")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert (kinds["blk.0.ffn_down.weight"], kinds["blk.0.ffn_up.weight"]) == ("F16", "Q8_0")
+    down = "model.layers.0.mlp.down_proj.weight"
+    before, after = (load_file(d / "model.safetensors")[down].float() for d in (tmp_path / "model", back))
+    assert torch.equal(before.half().float(), after)
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
 def test_quantized_blocks_equal_those_of_the_gguf_package(kind: str, tmp_path: Path) -> None:
     """Random blocks: every bit pattern of a type without infinite or undefined scales."""
@@ -317,6 +326,9 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     refuse_directory("mlp_bias = True cannot be written", mlp_bias=True)
     refuse_directory("vocab_size is 10", vocab_size=10)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
+    without_merges = tokenizer | {"model": tokenizer["model"] | {"merges": []}}
+    (model / "tokenizer.json").write_text(json.dumps(without_merges))
+    refuse_directory("has no merges")
     tokenizer["pre_tokenizer"] = {"type": "Whitespace"}
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     refuse_directory("splits text in a way that has no GGUF name")
