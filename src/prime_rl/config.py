@@ -185,7 +185,8 @@ class RLConfig(BaseConfig):
                 "orchestrator.teacher_model has no effect with trainer.loss.teacher_tau = 0: raise it, or leave the "
                 "section out"
             )
-        if teacher is not None and not self._teacher_differs():
+        # Without teacher_tau the teacher is only the reference of kl_coef: a copy of the first weights is one.
+        if teacher is not None and loss.teacher_tau and not self._teacher_differs():
             raise ValueError(
                 "orchestrator.teacher_model has no context, so the teacher is the student itself\n"
                 "  set orchestrator.teacher_model.context (or context_file, context_template, context_fn, context_from)"

@@ -11,7 +11,7 @@ from prime_rl.configuration.sections import BASE_MODEL
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.distillation.config import TeacherConfig
+from prime_rl.orchestrator.distillation.config import CONTEXT_SOURCES, TeacherConfig
 from prime_rl.trainer.config import DistillConfig, LossConfig
 from prime_rl.trainer.rl.config import fill_distill
 from prime_rl.utils.pydantic_config import merge_tables
@@ -96,23 +96,32 @@ def check_contexts(
 def _fill_self_teacher(tables: ConfigTables) -> None:
     """Set context and weights of the teacher from a preset of self-distillation, unless they are given."""
     loss_type = str(tables.get("trainer.loss.type"))
-    envs = tables.get("orchestrator.env", [])
-    sections = [tables.section(TEACHER), *(env for env in envs if isinstance(env, dict))]
-    given = {name for section in sections for name, value in section.items() if value is not None}
+    given = _given_keys(tables)
     for name, value in SELF_TEACHERS.get(loss_type, {}).items():
         has_source = name == "context_from" and given & {"context_from", "context", "context_file", "context_fn"}
         if not has_source and name not in given:
             tables.set(f"{TEACHER}.{name}", value, f"trainer.loss.type {loss_type}")
 
 
+def _given_keys(tables: ConfigTables) -> set[str]:
+    """Keys that the teacher or an environment sets."""
+    envs = tables.get("orchestrator.env", [])
+    sections = [tables.section(TEACHER), *(env for env in envs if isinstance(env, dict))]
+    return {name for section in sections for name, value in section.items() if value is not None}
+
+
 def _fill_taus(tables: ConfigTables) -> None:
+    """Default loss weights: those of a distillation, or 1, 0, 0 where the teacher is only the reference of a KL."""
     if tables.get("trainer.loss.type") in SELF_TEACHERS:
         return
-    is_in_reward = bool(tables.get("orchestrator.advantage.kl_coef"))
-    for key in ("trainer.loss.adv_tau", "trainer.loss.teacher_tau"):
+    source = next(filter(tables.get, ("orchestrator.advantage.kl_coef", "trainer.loss.kl_coef")), None)
+    taus = [f"trainer.loss.{name}" for name in ("adv_tau", "teacher_tau", "student_tau")]
+    if source == "trainer.loss.kl_coef":
+        is_distillation = _given_keys(tables) & {"context_from", *CONTEXT_SOURCES} or any(map(tables.has, taus))
+        source = None if is_distillation else source
+    for key, value in zip(taus[:2], (TAU, TAU) if source is None else (1.0, 0.0), strict=True):
         if not tables.has(key):
-            value = float(key.endswith("adv_tau")) if is_in_reward else TAU
-            tables.set(key, value, "orchestrator.advantage.kl_coef" if is_in_reward else TEACHER)
+            tables.set(key, value, source or TEACHER)
     if not tables.has("trainer.loss.student_tau"):
         tables.set("trainer.loss.student_tau", tables.get("trainer.loss.teacher_tau"), "trainer.loss.teacher_tau")
 

@@ -55,6 +55,25 @@ def test_taus_with_a_teacher(given: dict[str, float], taus: tuple[float, float, 
     assert any(line == text for line in rl.explain(config)), "--dry-run prints them"
 
 
+@pytest.mark.parametrize("lora", [(), LORA])
+@pytest.mark.parametrize("taus", [(), ("--trainer.loss.teacher_tau", "0", "--trainer.loss.adv_tau", "1")])
+def test_the_first_weights_are_a_reference(lora: tuple[str, ...], taus: tuple[str, ...]) -> None:
+    config = parse("--orchestrator.teacher_model.weights", "frozen", "--trainer.loss.kl_coef", "0.01", *taus, *lora)
+    loss = config.trainer.loss
+    assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == (1.0, 0.0, 0.0)
+    assert (config.teacher_inference is None) == bool(lora), "an engine with an adapter also serves the base model"
+
+
+@pytest.mark.parametrize(
+    "given", [CONTEXT, ("--trainer.loss.student_tau", "0.5", "--teacher_inference.model.name", "x")]
+)
+def test_a_reference_kl_is_added_to_a_distillation(given: tuple[str, ...]) -> None:
+    loss = parse(
+        "--orchestrator.teacher_model.weights", "frozen", "--trainer.loss.kl_coef", "0.01", *given
+    ).trainer.loss
+    assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == (0.5, 0.5, 0.5)
+
+
 @pytest.mark.parametrize(("direction", "words"), [("forward", "forward KL"), ("jsd", "Jensen-Shannon")])
 def test_the_direction_of_a_distribution_is_named(direction: str, words: str) -> None:
     options = ("--trainer.loss.distill.estimator", "topk+tail", "--trainer.loss.distill.direction", direction)
