@@ -103,7 +103,7 @@ class LossSchedule:
         if self.chooses_estimator:
             scored = [s for s in samples if s.teacher_logprobs is not None]
             has_topk = all(sample.teacher_table is not None for sample in scored)
-            options["distill"] = choose_distillation(has_topk)
+            options["distill"] = replace(choose_distillation(has_topk), gate=objective.distill.gate)
         loss = with_objective(self.loss, **options)
         if distance is None:
             return loss, {}

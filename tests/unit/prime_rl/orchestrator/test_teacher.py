@@ -663,7 +663,9 @@ def test_auto_estimator_depends_on_the_teacher(has_topk: bool, chosen: tuple[str
         sample.teacher_table = TeacherTable(2, array("f", [-1.0] * 6).tobytes(), ids, array("f", [0.3] * 3).tobytes())
     without = Sample(prompt="", tokens=[5], loss_mask=[1.0], inference_logprobs=[0.0], has_teacher=False)
     without.advantages = [1.0]
-    config = LossConfig(teacher_tau=1.0, distill={"estimator": "auto", "k": 2})  # type: ignore[arg-type]
+    options = {"estimator": "auto", "k": 2, "gate": "positive"}
+    config = LossConfig(teacher_tau=1.0, distill=options)  # type: ignore[arg-type]
     check_batch([sample, without], config, 320)
     choice = build_loss_schedule(config, 48).loss_for_step(1, [sample, without])[0].objective.distill
     assert (choice.estimator, choice.direction) == chosen
+    assert choice.gate == "positive"
