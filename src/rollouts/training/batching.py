@@ -95,10 +95,11 @@ class MicroBatch:
         return sum(self.loss_mask)
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences with loss: this micro-batch's share of the global count of sequences."""
+    def num_sequences(self) -> float:
+        """Sequences with loss, by the maximum of their mask: this micro-batch's share of the global count."""
         starts = accumulate(self.lengths, initial=0)
-        return sum(any(self.loss_mask[start : start + n]) for start, n in zip(starts, self.lengths, strict=False))
+        masks = (self.loss_mask[start : start + n] for start, n in zip(starts, self.lengths, strict=False))
+        return sum(max(mask, default=0.0) for mask in masks)
 
     @property
     def num_observed(self) -> int:

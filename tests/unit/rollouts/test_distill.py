@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollouts.training.advantages import compute_batch_advantages
-from rollouts.training.objectives import LOW_COVERAGE, PRESETS, DistillChoice, Objective, choose_distillation
+from rollouts.training.batching import pack_samples
+from rollouts.training.objectives import (
+    LOW_COVERAGE,
+    PRESETS,
+    DistillChoice,
+    LossAggregation,
+    Objective,
+    choose_distillation,
+)
 from rollouts.training.rl_losses import (
     LossInputs,
     compute_coverage,
@@ -559,3 +568,27 @@ def test_reference_samples_have_weight_and_no_reward() -> None:
     assert reference.teacher_logprobs == [0.0, -1.0, -2.0]
     with pytest.raises(ValueError, match="above 0"):
         reference_samples([], 0.0)
+
+
+@pytest.mark.parametrize("aggregation", get_args(LossAggregation))
+def test_reference_weight_scales_gradients(aggregation: LossAggregation) -> None:
+    aim = Objective("aipo", ratio_cap=8.0, loss_aggregation=aggregation, max_tokens=7)
+
+    def compute(weight: float) -> tuple[list[float], float]:
+        [reference] = reference_samples([has_teacher([-1.0, -2.0, -3.0])], weight)
+        task = msgspec.structs.replace(has_teacher([-1.0, -2.0]), advantages=[0.0, 1.0, 1.0])
+        [[micro]] = pack_samples([task, reference], 16)
+        batch = micro.to_tensors()
+        logprobs = torch.linspace(-3, -1, len(batch.loss_mask)).requires_grad_()
+        streams = {"sequence": batch.sequence, "is_reference": batch.is_reference, "num_sequences": len(batch.lengths)}
+        streams |= {"teacher_logprobs": batch.teacher_logprobs, "advantages": batch.advantages}
+        output = policy_loss(LossInputs(logprobs, logprobs.detach(), loss_mask=batch.loss_mask, **streams), aim)
+        output.loss_sum.backward()
+        assert micro.count(aim.unit) == float(output.count)
+        assert logprobs.grad is not None
+        own = batch.loss_mask == weight
+        return logprobs.grad[own].tolist(), float(output.count)
+
+    (light, few), (heavy, many) = compute(0.25), compute(4.0)
+    assert heavy == pytest.approx([16 * x for x in light]) and any(light)
+    assert many - few == 3.75 * (3 if aggregation == "token-mean" else 1)

@@ -27,10 +27,12 @@ def normalize(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Sum and count; their quotient over a whole step is the loss.
 
-    token-mean           sum of m x                      count of tokens, sum of m
-    seq-mean-token-mean  sum of (sum m x) / (sum m)      count of sequences with loss
-    seq-mean-token-sum   sum of m x                      count of sequences with loss
-    constant             sum of m x / max_tokens         count of sequences with loss
+    token-mean           sum of m x                        count of tokens, sum of m
+    seq-mean-token-mean  sum of w (sum m x) / (sum m)      count of sequences, sum of w
+    seq-mean-token-sum   sum of m x                        the same
+    constant             sum of m x / max_tokens           the same
+
+    w, the weight of a sequence, is the maximum of its mask m: 1, or `reference_weight`; 0 without loss tokens.
     """
     mask = inputs.loss_mask
     # Masked by `where`, not by a product with 0: masked values may be infinite.
@@ -39,10 +41,11 @@ def normalize(
         return weighted.sum(), mask.sum()
     if loss_aggregation == "constant" and (max_tokens is None or max_tokens < 1):
         raise ValueError('loss_aggregation "constant" divides by max_tokens: set it to the longest response you allow')
-    weight = inputs.per_sequence(mask)
-    count = (weight > 0).to(mask.dtype).sum()
+    weight = inputs.per_sequence(mask, "amax").clamp(min=0)
+    count = weight.sum()
     if loss_aggregation == "seq-mean-token-mean":
-        return (weighted / torch.where(weight > 0, weight, 1.0)[inputs.sequence]).sum(), count
+        divisor = torch.where(weight > 0, inputs.per_sequence(mask) / weight, 1.0)
+        return (weighted / divisor[inputs.sequence]).sum(), count
     return weighted.sum() / (max_tokens if loss_aggregation == "constant" and max_tokens else 1), count
 
 

@@ -135,7 +135,7 @@ def test_skipped_samples_do_not_change_the_update(tmp_path: Path, aggregation: s
     [
         ({}, {}, False),
         ({}, {"advantages": [0.0, -1.0]}, True),
-        ({}, {"anchor": 0.5}, True),
+        ({}, {"reference_weight": 0.5}, True),
         ({"entropy_coef": 0.01}, {}, True),
         ({"kl_tau": 0.1}, {}, True),
         ({"inference_kl_coef": 0.1}, {}, True),
