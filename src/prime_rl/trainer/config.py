@@ -318,7 +318,7 @@ class TrainConfig(TrainerConfig):
     @model_validator(mode="after")
     def _check_distillation_parallelism(self) -> TrainConfig:
         cut = next((name for name in ("tp", "cp") if getattr(self.parallel, name) > 1), None)
-        if cut and self.loss.distill.estimator in ("topk+tail", "full"):
+        if cut and self.loss.distill.top_logprobs:
             raise ValueError(
                 f"loss.distill.estimator {self.loss.distill.estimator} needs whole distributions, "
                 f"which parallel.{cut} splits: use another estimator, or parallel.dp and pp"
