@@ -78,6 +78,11 @@ class DistillConfig(BaseConfig):
         """Number of top teacher log-probs needed per token; 0: the sampled token only, -1: all."""
         return {"auto": self.k, "topk+tail": self.k, "full": -1}.get(self.estimator, 0)
 
+    @property
+    def has_target(self) -> bool:
+        """Whether the divergence is to the target of the taus, which exists for a student_tau above 0 only."""
+        return self.estimator == "auto" or self.direction != "reverse"
+
     @model_validator(mode="after")
     def _check_direction(self) -> DistillConfig:
         if self.direction != "reverse" and self.estimator not in ("topk+tail", "full"):
@@ -359,6 +364,18 @@ class LossConfig(BaseConfig):
         if self.max_tokens is not None and (self.loss_aggregation or preset.loss_aggregation) != "constant":
             raise ValueError(
                 "max_tokens is the divisor of loss_aggregation constant: remove it, or set that loss_aggregation"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_target(self) -> LossConfig:
+        student_tau = self.teacher_tau if self.student_tau is None else self.student_tau
+        if self.teacher_tau and self.distill.has_target and not student_tau > 0:
+            raise ValueError(
+                f"student_tau = {student_tau:g} leaves no target for distill.estimator = "
+                f'"{self.distill.estimator}" in the direction '
+                f'"{"adaptive" if self.distill.estimator == "auto" else self.distill.direction}"\n'
+                '  set student_tau above 0, or distill.direction = "reverse" with estimator "topk+tail" or "full"'
             )
         return self
 

@@ -35,6 +35,7 @@ from rollouts.training.steps import complete_steps, publish_dir
 from rollouts.training.types import Sample
 
 ROOT = Path(__file__).parents[4]
+DISTILL = ("--loss.teacher_tau", "1", "--loss.distill.estimator")
 
 
 def make_config(output_dir: Path, **changes: Any) -> TrainConfig:
@@ -475,8 +476,8 @@ def test_schedule_of_a_short_run_is_shortened(argv: list[str], steps: tuple[int,
         (["--parallel.pp_stages", "2"], "set pp above 1"),
         (["--parallel.cp_style", "ring"], "set cp above 1"),
         (["--parallel.cp", "2", "--parallel.cp_style", "ring", "--model.attn", "exact"], "replaces the attention"),
-        (["--parallel.tp", "2", "--loss.distill.estimator", "full", "--loss.teacher_tau", "1"], "parallel.tp splits"),
-        (["--parallel.cp", "2", "--loss.distill.estimator", "auto", "--loss.teacher_tau", "1"], "parallel.cp splits"),
+        (["--parallel.tp", "2", *DISTILL, "full"], "parallel.tp splits"),
+        (["--parallel.cp", "2", *DISTILL, "auto"], "parallel.cp splits"),
         (["--scheduler.type", "cosine"], "max_steps"),
         (["--optim.type", "sgd", "--optim.momentum", "0"], "nesterov"),
         (["--optim.betas3", "1"], "betas"),
@@ -488,6 +489,8 @@ def test_schedule_of_a_short_run_is_shortened(argv: list[str], steps: tuple[int,
         (["--loss.type", "reinforce", "--loss.ratio", "token"], "is incompatible with type reinforce"),
         (["--loss.type", "custom"], "import_path"),
         (["--loss.max_tokens", "9"], "divisor of loss_aggregation constant"),
+        ([*DISTILL, "auto", "--loss.student_tau", "0"], "no target .*adaptive"),
+        ([*DISTILL, "full", "--loss.distill.direction", "jsd", "--loss.student_tau=-1"], "no target .*jsd"),
         (["--loss.distill.clip", "0"], r"loss\.distill\.clip"),
         (["--parallel.tp", "0"], r"parallel\.tp"),
         (["--model.lora.rank", "0"], r"model\.lora\.rank"),
