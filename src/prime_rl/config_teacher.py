@@ -76,21 +76,29 @@ def describe_taus(loss: LossConfig) -> str:
 def check_contexts(
     orchestrator: OrchestratorConfig, inference: InferenceConfig | None, teacher_inference: InferenceConfig | None
 ) -> None:
-    """`ValueError` for a constant context that does not fit the window of the teacher's server, if rl starts it."""
+    """`ValueError` for a constant context that does not fit the window of a server that rl starts.
+
+    Servers: the teacher's; with `eval_baseline` also the student's, which is evaluated with the context.
+    """
     from prime_rl.runtime.tokenizer import check_window
 
-    teacher, server = orchestrator.teacher_model, teacher_inference
-    if server is None and teacher is not None and teacher.client.base_url == orchestrator.client.base_url:
-        server = inference
-    if teacher is None or server is None:
+    teacher = orchestrator.teacher_model
+    if teacher is None:
         return
-    key = f"{'inference' if server is inference else 'teacher_inference'}.model.max_model_len"
+    servers = [("teacher_inference.model.max_model_len", "", teacher_inference)]
+    if teacher_inference is None and teacher.client.base_url == orchestrator.client.base_url:
+        servers = [("inference.model.max_model_len", "", inference)]
+    if teacher.eval_baseline:
+        servers.append(("seq_len", ", with which eval_baseline evaluates the student,", inference))
     sections = [("teacher_model", teacher), *((f"env.{i}", env) for i, env in enumerate(orchestrator.env))]
     for name, section in sections:
         text = section.context or ""
         if section.context_file is not None and section.context_file.is_file():
             text = section.context_file.read_text(encoding="utf-8")
-        check_window(text, server.model.name, server.model.max_model_len, f"orchestrator.{name}.{section.source}", key)
+        for key, use, server in servers:
+            if server is not None:
+                what = f"orchestrator.{name}.{section.source}{use}"
+                check_window(text, server.model.name, server.model.max_model_len, what, key)
 
 
 def _fill_self_teacher(tables: ConfigTables) -> None:

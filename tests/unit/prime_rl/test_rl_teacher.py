@@ -344,6 +344,15 @@ def test_context_beyond_the_window_is_refused_before_the_start(tmp_path: Path) -
         check_contexts(config.orchestrator, config.inference, config.teacher_inference)
 
 
+def test_eval_baseline_needs_room_for_the_context() -> None:
+    keys = ("--seq_len", "64", "--orchestrator.teacher_model.context", "one long sentence. " * 30)
+    config = parse(*keys)
+    check_contexts(config.orchestrator, config.inference, config.teacher_inference)
+    config = parse(*keys, "--orchestrator.teacher_model.eval_baseline", "--orchestrator.eval.interval", "10")
+    with pytest.raises(ValueError, match=r"with which eval_baseline evaluates the student, .* is 64: .* raise seq_len"):
+        check_contexts(config.orchestrator, config.inference, config.teacher_inference)
+
+
 def hint_of(example: dict[str, Any], rng: random.Random) -> list[dict[str, str]]:
     return [{"role": "user", "content": example["info"]["hint"]}]
 

@@ -146,6 +146,7 @@ class BaselineEvaluator:
         scores = {"student": example_scores(groups)}
         student = (self.clients, self.teacher.model)
         context_groups = await run(context_environment, *student)
+        warn_of_failures(name, "student", context_groups)
         scores["student_context"] = example_scores(context_groups)
         metrics: dict[str, float] = {}
         baseline = self._baselines.get(name)
@@ -201,9 +202,11 @@ class BaselineEvaluator:
             baseline.before = list(scores["student"])
         baseline.best = dict(self._load_baseline(name, "best")) if version else {}
         groups, baseline.teacher_plain = context_groups, list(baseline.before)
-        if self._weights == "frozen" and (version or not self._is_student_model):
+        is_student = not version and self._is_student_model and not self._has_larger_window(context_groups)
+        if self._weights == "frozen" and not is_student:
             target = (self.teacher.scorer.clients, self.teacher.scorer.model)
             groups = await run(context_environment, *target)
+            warn_of_failures(name, "teacher", groups)
             if not self._is_student_model:
                 baseline.teacher_plain = example_scores(await run(environment, *target))
         baseline.teacher, baseline.teacher_groups = example_scores(groups), groups
@@ -212,6 +215,12 @@ class BaselineEvaluator:
             baseline.teacher = self._load_baseline(name, "teacher") or baseline.teacher
         baseline.teacher_samples = await self._swap_prompts(groups, environment.rows("eval"))
         return baseline
+
+    def _has_larger_window(self, groups: Groups) -> bool:
+        """Whether rollouts with the context failed on the student's servers, and the teacher has servers of its own."""
+        urls = {client.base_url for client in self.teacher.scorer.clients}
+        has_own = bool(urls) and urls.isdisjoint(client.base_url for client in self.clients)
+        return has_own and any(rollout.failed for group in groups for rollout in group)
 
     def _compare_contexts(
         self, rows: Sequence[Row], scores: Mapping[str, list[float]], baseline: Baseline
@@ -388,6 +397,16 @@ def baseline_metrics(name: str, baseline: Baseline) -> dict[str, float]:
         f"eval/{name}/baseline_teacher/avg": teacher,
         f"eval/{name}/baseline_diff": teacher - student,
     }
+
+
+def warn_of_failures(name: str, role: str, groups: Groups) -> None:
+    """Warn if rollouts with the context failed, for example because it does not fit the window of the server."""
+    rollouts = [rollout for group in groups for rollout in group]
+    if failed := [rollout for rollout in rollouts if rollout.failed]:
+        share = len(failed) / len(rollouts)
+        logger.warning(
+            f"{name}: {share:.0%} of the {role}'s rollouts with the context failed and count as 0: {failed[0].error}"
+        )
 
 
 def example_scores(groups: Groups) -> list[float]:

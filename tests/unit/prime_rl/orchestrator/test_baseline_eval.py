@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
+from loguru import logger
 
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.orchestrator.config import OrchestratorConfig
@@ -169,6 +171,34 @@ def test_baselines_over_time(tmp_path: Path) -> None:
     rewards["plain"] = 0.1
     other = measure(6, "elsewhere")
     assert other["distill/elsewhere/retention"] == pytest.approx(0.5) and "distill/elsewhere/gap_closed" not in other
+
+
+@pytest.mark.parametrize("url", ["http://student/v1", "http://teacher/v1"])
+def test_a_context_beyond_the_window_is_no_zero(tmp_path: Path, url: str) -> None:
+    """Where the context does not fit the student's server, the teacher is measured on its own one, if there is one."""
+    config = OrchestratorConfig.model_validate(
+        {"env": [{"id": "world"}], "eval": {}, "teacher_model": {"context": "C ", "eval_baseline": True}}
+    )
+    assert config.teacher_model is not None
+    clients: list[Any] = [SimpleNamespace(base_url="http://student/v1")]
+    own: list[Any] = [SimpleNamespace(base_url=url)]
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer(own, "m"), "m"), clients, RunDir(tmp_path))
+    world = build_environment(["a"], ["b", "c"])
+
+    async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
+        too_long = Rollout(prompt="", status=Status.FAILED, error="the prompt is too long")
+        fits = clients[0].base_url == "http://teacher/v1" or not isinstance(environment, ContextEnvironment)
+        return [[Rollout(prompt="", reward=1.0) if fits else too_long] for _ in environment.rows("eval")]
+
+    lines = list[str]()
+    sink = logger.add(lines.append, level="WARNING")
+    groups = [[Rollout(prompt="", reward=0.0)]] * 2
+    found = anyio.run(evaluator.measure, "world", world, world.rows("eval"), 0, groups, 1.0, run)
+    logger.remove(sink)
+    assert found["eval/world/baseline_teacher/avg"] == float(url == "http://teacher/v1")
+    assert any("100% of the student's rollouts with the context failed" in line for line in lines)
+    assert any("the prompt is too long" in line for line in lines)
 
 
 def test_context_environment_uses_outcomes_of_the_student() -> None:
