@@ -179,9 +179,7 @@ class Evaluations:
             return await run_environment(environment, env, schedule.config, ModelEndpoint(clients, model, version))
 
         rows = environment.rows("eval")[: len(groups)]
-        return await baseline_evaluator.measure(
-            name, environment, rows, version, groups, schedule.config.sampling.temperature, run
-        )
+        return await baseline_evaluator.measure(name, environment, rows, version, groups, schedule.config.sampling, run)
 
     async def _report_eval(
         self,

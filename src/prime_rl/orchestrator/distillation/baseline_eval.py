@@ -16,7 +16,7 @@ import msgspec
 from loguru import logger
 
 from prime_rl.client.scoring import TokenScorer
-from prime_rl.configuration.sections import BASE_MODEL
+from prime_rl.configuration.sections import BASE_MODEL, SamplingConfig
 from prime_rl.orchestrator.distillation.answers import write_answers
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome, to_outcomes
@@ -135,12 +135,13 @@ class BaselineEvaluator:
         rows: Sequence[Row],
         version: int,
         groups: Groups,
-        temperature: float,
+        sampling: SamplingConfig,
         run: Run,
     ) -> dict[str, float]:
-        """Metrics of one environment at `version`; `groups`: the student's rollouts of `rows`; `run` generates more."""
+        """Metrics of one environment at `version`; `groups`: the student's rollouts of `rows` with `sampling`; `run`
+        generates more."""
         if self.teacher.contexts.role(name) != "context":
-            return await self._measure_without_context(name, rows, version, groups, temperature)
+            return await self._measure_without_context(name, rows, version, groups, sampling)
         default_system = await self.teacher.find_default_system(name, {}, self.clients[0])
         context_environment = ContextEnvironment(environment, self.teacher.contexts, name, default_system, groups)
         scores = {"student": example_scores(groups)}
@@ -177,7 +178,7 @@ class BaselineEvaluator:
             found |= dict(zip(("gap_closed", "gap_closed/ci_low", "gap_closed/ci_high"), closed, strict=True))
         found |= await anyio.to_thread.run_sync(self._compare_contexts, rows, scores, baseline)
         self._save_baseline(name, baseline, is_new=not version)
-        if temperature == self.teacher.scorer.temperature:
+        if self._can_compare(name, sampling):
             found |= await self._divergences(name, rows, groups, baseline)
         found["collapsed"] = float(self._is_collapsed(name, found, baseline))
         if version == 0:
@@ -245,7 +246,7 @@ class BaselineEvaluator:
         return found
 
     async def _measure_without_context(
-        self, name: str, rows: Sequence[Row], version: int, groups: Groups, temperature: float
+        self, name: str, rows: Sequence[Row], version: int, groups: Groups, sampling: SamplingConfig
     ) -> dict[str, float]:
         """Retention of the student in environments without a distilled context."""
         scores = example_scores(groups)
@@ -256,7 +257,7 @@ class BaselineEvaluator:
         found = {"student/avg": statistics.fmean(scores)}
         if was := statistics.fmean(baseline.before):
             found["retention"] = found["student/avg"] / was
-        if temperature == self.teacher.scorer.temperature:
+        if self._can_compare(name, sampling):
             found |= await self._divergences(name, rows, groups, baseline)
         logger.info(format_scores(name, version, found))
         return {f"distill/{name}/{key}": value for key, value in found.items()}
@@ -294,6 +295,17 @@ class BaselineEvaluator:
                 prompt = await self.teacher.render({**chat_request, key: row["prompt"]}, self.clients[0])
                 found.append((sample, [*prompt, *sample.tokens[start:]], len(prompt)))
         return found
+
+    def _can_compare(self, name: str, sampling: SamplingConfig) -> bool:
+        """Whether samples have log-probs of whole distributions at the teacher's temperature; logs it if not."""
+        is_same = sampling.temperature == self.teacher.scorer.temperature
+        key = sampling.truncation if is_same else "temperature"
+        if key is not None:
+            logger.info(
+                f"{name}: kl_* and entropy are not measured, because sampling.{key} = {getattr(sampling, key)} of the "
+                "evaluation makes its log-probs incomparable with the teacher's"
+            )
+        return key is None
 
     async def _divergences(
         self, name: str, rows: Sequence[Row], groups: Groups, baseline: Baseline

@@ -12,6 +12,7 @@ import pytest
 from loguru import logger
 
 from prime_rl.client.scoring import TokenScorer
+from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.baseline_eval import (
     Baseline,
@@ -110,6 +111,28 @@ def test_divergences_are_over_the_tokens_with_loss(tmp_path: Path) -> None:
     assert found["kl_rev"] == pytest.approx((0.5 - 1.0) / 2) and found["entropy"] == pytest.approx((1.0 + 2.0) / 2)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "is_measured"), [({}, True), ({"top_p": 0.9}, False), ({"min_p": 0.1}, False), ({"top_k": 5}, False)]
+)
+def test_truncated_samples_have_no_divergences(tmp_path: Path, sampling: dict[str, Any], is_measured: bool) -> None:
+    """Their log-probs are of the tokens that are left, the teacher's of the whole vocabulary."""
+    config = OrchestratorConfig.model_validate(
+        {"env": [{"id": "world"}], "eval": {}, "teacher_model": {"context": "C ", "eval_baseline": True}}
+    )
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    evaluator = BaselineEvaluator(TeacherOfOneSample(contexts, TokenScorer([], "m"), "m"), ["s"], RunDir(tmp_path))
+    evaluator.teacher = TeacherOfOneSample(contexts, TokenScorer([], "m"), "m")
+    world = build_environment(["a"], ["b"])
+
+    async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
+        return [[Rollout(prompt="", reward=1.0)]]
+
+    values = ("world", world, world.rows("eval"), 0, [[Rollout(prompt="", reward=0.0)]])
+    found = anyio.run(evaluator.measure, *values, SamplingConfig(**sampling), run)
+    assert ("distill/world/kl_rev" in found) == ("distill/world/entropy" in found) == is_measured
+
+
 def test_baselines_over_time(tmp_path: Path) -> None:
     """Teacher baselines are measured once, failures count as 0, and a collapse is reported."""
     config = OrchestratorConfig.model_validate(
@@ -139,7 +162,9 @@ def test_baselines_over_time(tmp_path: Path) -> None:
 
     def measure(version: int, name: str = "world") -> dict[str, float]:
         groups = answer(world, rewards["plain"])
-        return anyio.run(baseline_evaluator.measure, name, world, world.rows("eval"), version, groups, 1.0, run)
+        return anyio.run(
+            baseline_evaluator.measure, name, world, world.rows("eval"), version, groups, SamplingConfig(), run
+        )
 
     baseline_evaluator, name = BaselineEvaluator(teacher, ["student"], RunDir(tmp_path)), "world"
     first = measure(0)
@@ -194,7 +219,7 @@ def test_a_context_beyond_the_window_is_no_zero(tmp_path: Path, url: str) -> Non
     lines = list[str]()
     sink = logger.add(lines.append, level="WARNING")
     groups = [[Rollout(prompt="", reward=0.0)]] * 2
-    found = anyio.run(evaluator.measure, "world", world, world.rows("eval"), 0, groups, 1.0, run)
+    found = anyio.run(evaluator.measure, "world", world, world.rows("eval"), 0, groups, SamplingConfig(), run)
     logger.remove(sink)
     assert found["eval/world/baseline_teacher/avg"] == float(url == "http://teacher/v1")
     assert any("100% of the student's rollouts with the context failed" in line for line in lines)
@@ -241,7 +266,7 @@ def test_contexts_of_rows_are_compared(tmp_path: Path) -> None:
 
     def measure(version: int) -> dict[str, float]:
         groups, rows = answer(world, student), world.rows("eval")
-        found = anyio.run(evaluator.measure, "world", world, rows, version, groups, 1.0, run)
+        found = anyio.run(evaluator.measure, "world", world, rows, version, groups, SamplingConfig(), run)
         return {key.removeprefix("distill/world/"): value for key, value in found.items()}
 
     evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), ["s"], RunDir(tmp_path))
