@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from prime_rl.configuration.errors import ConfigError
+from prime_rl.configuration.errors import ConfigError, find_cause
 from prime_rl.runtime.interrupts import end_on_signals, report_interrupt, unwind_on_signals, was_interrupted
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.redacted_output import protect_output
@@ -190,8 +190,7 @@ def _record(config: BaseConfig, prog: str) -> None:
 
 
 def _show_error(error: BaseException) -> int:
-    while isinstance(error, BaseExceptionGroup) and error.exceptions:
-        error = error.exceptions[0]
+    error = find_cause(error)
     if isinstance(error, ValueError):
         problems = error.problems if isinstance(error, ConfigError) else (str(error),)
         for problem in problems:

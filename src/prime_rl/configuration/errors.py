@@ -1,4 +1,4 @@
-"""Configuration errors for users: key, value, source and fix, each in at most three lines."""
+"""Errors for users: of configurations (key, value, source and fix, in at most three lines), and of groups of tasks."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ class ConfigError(ValueError):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+def find_cause(error: BaseException) -> BaseException:
+    """The first error of an exception group, which a group of tasks raises; other errors unchanged."""
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return error
 
 
 def join_errors(errors: Iterable[ConfigError]) -> ConfigError:

@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 from loguru import logger
 
+from prime_rl.configuration.errors import find_cause
 from prime_rl.configuration.sections import GenerationEnvConfig
 from prime_rl.eval.config import EvalConfig
 from prime_rl.eval.envs import summarize
@@ -132,7 +133,8 @@ class Evaluations:
                 try:
                     await self._evaluate(schedule, version)
                 except Exception as error:
-                    logger.warning(f"{schedule.kind} of version {version} failed: {type(error).__name__}: {error}")
+                    cause = find_cause(error)
+                    logger.warning(f"{schedule.kind} of version {version} failed: {type(cause).__name__}: {cause}")
             self._finished.set()
             self._finished = anyio.Event()
 
