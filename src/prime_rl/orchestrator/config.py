@@ -449,14 +449,13 @@ class OrchestratorConfig(TrackersConfig):
 
     def _check_outcomes(self, teacher: TeacherConfig) -> None:
         for config in (teacher, *self.env):
-            if config.context_from != "sibling":
-                continue
-            if self.buffer.skip_verification:
+            if config.context_from in ("sibling", "feedback") and self.buffer.skip_verification:
+                lacks = "rewards" if config.context_from == "sibling" else "feedback, which reward functions write"
                 raise ValueError(
-                    'context_from = "sibling" shows successful rollouts, but buffer.skip_verification leaves no '
-                    "rewards: remove it"
+                    f'context_from = "{config.context_from}" shows what rollouts achieved, but '
+                    f"buffer.skip_verification leaves no {lacks}: remove it"
                 )
-            if self.rollouts_per_example == 1:
+            if config.context_from == "sibling" and self.rollouts_per_example == 1:
                 raise ValueError(
                     'context_from = "sibling" needs other rollouts of the same prompt: set rollouts_per_example above 1'
                 )

@@ -133,8 +133,11 @@ class ContextProvider:
 
     def context_from(self, env: str) -> ContextFrom:
         """What the contexts of an environment are made of."""
-        has_own = self._sources.get(env) is not None
-        return (self._envs[env] if has_own else self.teacher).context_from or "row"
+        return self._config(env).context_from or "row"
+
+    def _config(self, env: str) -> ContextConfig:
+        """The section that sets the contexts of an environment: its own, or the teacher's."""
+        return self.teacher if self._sources.get(env) is None else self._envs[env]
 
     def context_for(
         self,
@@ -161,6 +164,7 @@ class ContextProvider:
             return
         if self.context_from(env) == "answer" and not any(row.get("answer") not in (None, "") for row in rows):
             raise ValueError(f'context_from = "answer", but no row of {env} has an answer: use another context_from')
+        self._check_template(env, rows)
         if self.context_from(env) == "row":
             self.context_for(env, rows[0])
         self.label(rows[0])
@@ -169,6 +173,17 @@ class ContextProvider:
             number = max(range(len(texts)), key=lambda i: len(texts[i]))
             what, key = f"the context of row {number} of {env}", "max_model_len of the teacher's server"
             check_window(texts[number], model, self.teacher.max_model_len, what, key)
+
+    def _check_template(self, env: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """`ValueError` for a row without a key of the template."""
+        matches = PLACEHOLDER.finditer(self._config(env).context_template or "")
+        paths = {match[2][1:] for match in matches if match[1] == "example"}
+        needs_answer = self.context_from(env) == "answer"
+        for number, row in enumerate(rows):
+            if needs_answer and row.get("answer") in (None, ""):
+                continue  # has no context
+            for path in paths:
+                look_up(row, path, f"context_template, row {number} of {env}")
 
     def position(self, env: str) -> ContextPosition:
         """Position of an environment's context."""

@@ -106,6 +106,7 @@ def test_context_fn_may_read_the_rollout_and_its_group() -> None:
         ({"context_from": "answer", "context": "x "}, {}, "both set the context: remove one"),
         ({"context_from": "row"}, {}, "needs one of context, context_file"),
         ({"context_from": "sibling"}, {"buffer": {"skip_verification": True}}, "no rewards: remove it"),
+        ({"context_from": "feedback"}, {"buffer": {"skip_verification": True}}, "no feedback, .*: remove it"),
         ({"context_from": "sibling"}, {"rollouts_per_example": 1}, "set rollouts_per_example above 1"),
     ],
 )
@@ -114,10 +115,21 @@ def test_invalid_contexts_name_the_cure(teacher: dict[str, Any], keys: dict[str,
         build_config(teacher, **keys)
 
 
-def test_unknown_key_of_a_row_is_found_in_the_first_row() -> None:
-    provider = build_contexts({"context_template": "{{example.hint}}\n"})
-    with pytest.raises(ValueError, match=r"this row has no hint \(available: answer, "):
-        provider.check_rows("world", [ROW], "m")
+@pytest.mark.parametrize(
+    "teacher",
+    [
+        {"context_template": "{{example.hint}}\n"},
+        {"context_from": "answer", "context_template": "{{example.hint}} {{answer}}\n"},
+        {"context_from": "sibling", "context_template": "{{example.hint}} {{demonstration}}\n"},
+        {"context_from": "feedback", "context_template": "{{example.hint}} {{feedback}}\n"},
+    ],
+)
+def test_keys_of_templates_are_looked_up_in_all_rows(teacher: dict[str, Any]) -> None:
+    provider = build_contexts(teacher)
+    hinted = {**ROW, "hint": "h"}
+    provider.check_rows("world", [hinted, hinted], "m")
+    with pytest.raises(ValueError, match=r"row 1 of world: this row has no hint \(available: answer, "):
+        provider.check_rows("world", [hinted, ROW], "m")
 
 
 class PromptClient:
