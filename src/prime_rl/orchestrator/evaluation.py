@@ -150,9 +150,8 @@ class Evaluations:
             if schedule.kind is EvalKind.EVAL:
                 await self._report_eval(schedule, env, endpoint, groups, seconds)
                 if self.baseline_evaluator is not None:
-                    self.monitor.log(
-                        await self._measure_baselines(self.baseline_evaluator, schedule, env, groups, version), version
-                    )
+                    measured = self._measure_baselines(self.baseline_evaluator, schedule, env, groups, endpoint)
+                    self.monitor.log(await measured, version)
             else:
                 scored = [rollout.reward for group in groups for rollout in group if not rollout.failed]
                 metrics[f"val_reward/{name}"] = mean_or_nan(scored)
@@ -171,17 +170,20 @@ class Evaluations:
         schedule: EvalSchedule,
         env: GenerationEnvConfig,
         groups: list[list[Rollout]],
-        version: int,
+        endpoint: ModelEndpoint,
     ) -> dict[str, float]:
         """Evaluate the baselines of a distillation on the same examples with the same seeds."""
         name = env.name or env.id
         environment = schedule.environments[name]
 
         async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
-            return await run_environment(environment, env, schedule.config, ModelEndpoint(clients, model, version))
+            target = ModelEndpoint(clients, model, endpoint.version)
+            return await run_environment(environment, env, schedule.config, target)
 
         rows = environment.rows("eval")[: len(groups)]
-        return await baseline_evaluator.measure(name, environment, rows, version, groups, schedule.config.sampling, run)
+        return await baseline_evaluator.measure(
+            name, environment, rows, endpoint, groups, schedule.config.sampling, run
+        )
 
     async def _report_eval(
         self,
@@ -217,7 +219,7 @@ def build_evaluations(
     """Build the evaluations of `schedules`, with the baselines of a distillation if they are configured."""
     baseline_evaluator = None
     if teacher is not None and config.teacher_model is not None and config.teacher_model.eval_baseline:
-        baseline_evaluator = BaselineEvaluator(teacher, servers.clients, RunDir(config.output_dir))
+        baseline_evaluator = BaselineEvaluator(teacher, RunDir(config.output_dir))
     model, max_steps = config.model.name, config.max_steps
     return Evaluations(
         schedules, servers, monitor, model=model, max_steps=max_steps, baseline_evaluator=baseline_evaluator

@@ -17,6 +17,7 @@ from loguru import logger
 
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL, SamplingConfig
+from prime_rl.generation.rollout_jobs import ModelEndpoint
 from prime_rl.orchestrator.distillation.answers import write_answers
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome, to_outcomes
@@ -119,27 +120,30 @@ class BaselineEvaluator:
     teacher, at every evaluation for an EMA teacher, and equal the student's scores for a live teacher.
     """
 
-    def __init__(self, teacher: Teacher, clients: Sequence[Any], run_dir: RunDir) -> None:
+    def __init__(self, teacher: Teacher, run_dir: RunDir) -> None:
         # The same teacher with separate counters, so that training metrics exclude evaluation.
         self.teacher = Teacher(teacher.contexts, teacher.scorer, teacher.model, teacher.reference)
-        self.clients, self.run_dir = clients, run_dir
+        self.run_dir = run_dir
+        self.clients: Sequence[Any] = ()
+        """Servers of the student in the current evaluation."""
         self._weights = teacher.contexts.teacher.weights
         self._is_student_model = teacher.scorer.model in (BASE_MODEL, teacher.model)
         self._baselines: dict[str, Baseline] = {}
-        self._student = TokenScorer(list(clients), teacher.model, teacher.scorer.temperature)
+        self._student = TokenScorer([], teacher.model, teacher.scorer.temperature)
 
     async def measure(
         self,
         name: str,
         environment: Environment,
         rows: Sequence[Row],
-        version: int,
+        endpoint: ModelEndpoint,
         groups: Groups,
         sampling: SamplingConfig,
         run: Run,
     ) -> dict[str, float]:
-        """Metrics of one environment at `version`; `groups`: the student's rollouts of `rows` with `sampling`; `run`
+        """Metrics of one environment; `groups`: the student's rollouts of `rows` at `endpoint` with `sampling`; `run`
         generates more."""
+        version, self.clients, self._student.clients = endpoint.version, endpoint.clients, list(endpoint.clients)
         if self.teacher.contexts.role(name) != "context":
             return await self._measure_without_context(name, rows, version, groups, sampling)
         default_system = await self.teacher.find_default_system(name, {}, self.clients[0])

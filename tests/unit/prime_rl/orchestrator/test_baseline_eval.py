@@ -13,6 +13,7 @@ from loguru import logger
 
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.configuration.sections import SamplingConfig
+from prime_rl.generation.rollout_jobs import ModelEndpoint
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.baseline_eval import (
     Baseline,
@@ -103,8 +104,8 @@ def test_divergences_are_over_the_tokens_with_loss(tmp_path: Path) -> None:
     teacher = TeacherOfOneSample(
         ContextProvider(config.teacher_model, config.env, config.seed), TokenScorer([], "m"), "m"
     )
-    baseline_evaluator = BaselineEvaluator(teacher, ["student"], RunDir(tmp_path))
-    baseline_evaluator.teacher = teacher
+    baseline_evaluator = BaselineEvaluator(teacher, RunDir(tmp_path))
+    baseline_evaluator.teacher, baseline_evaluator.clients = teacher, ["student"]
     row = build_environment(["a"], ["b"]).rows("eval")[0]
     rollouts = [[Rollout(prompt=row["prompt"], reward=1.0)]]
     found = anyio.run(baseline_evaluator._divergences, "world", [row], rollouts, Baseline())
@@ -121,14 +122,14 @@ def test_truncated_samples_have_no_divergences(tmp_path: Path, sampling: dict[st
     )
     assert config.teacher_model is not None
     contexts = ContextProvider(config.teacher_model, config.env, config.seed)
-    evaluator = BaselineEvaluator(TeacherOfOneSample(contexts, TokenScorer([], "m"), "m"), ["s"], RunDir(tmp_path))
+    evaluator = BaselineEvaluator(TeacherOfOneSample(contexts, TokenScorer([], "m"), "m"), RunDir(tmp_path))
     evaluator.teacher = TeacherOfOneSample(contexts, TokenScorer([], "m"), "m")
     world = build_environment(["a"], ["b"])
 
     async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
         return [[Rollout(prompt="", reward=1.0)]]
 
-    values = ("world", world, world.rows("eval"), 0, [[Rollout(prompt="", reward=0.0)]])
+    values = ("world", world, world.rows("eval"), ModelEndpoint(["s"], "m"), [[Rollout(prompt="", reward=0.0)]])
     found = anyio.run(evaluator.measure, *values, SamplingConfig(**sampling), run)
     assert ("distill/world/kl_rev" in found) == ("distill/world/entropy" in found) == is_measured
 
@@ -162,11 +163,10 @@ def test_baselines_over_time(tmp_path: Path) -> None:
 
     def measure(version: int, name: str = "world") -> dict[str, float]:
         groups = answer(world, rewards["plain"])
-        return anyio.run(
-            baseline_evaluator.measure, name, world, world.rows("eval"), version, groups, SamplingConfig(), run
-        )
+        values = (name, world, world.rows("eval"), ModelEndpoint(["student"], "m", version), groups)
+        return anyio.run(baseline_evaluator.measure, *values, SamplingConfig(), run)
 
-    baseline_evaluator, name = BaselineEvaluator(teacher, ["student"], RunDir(tmp_path)), "world"
+    baseline_evaluator, name = BaselineEvaluator(teacher, RunDir(tmp_path)), "world"
     first = measure(0)
     before, with_context = 0.2 * 29 / 30, 29 / 30
     assert first[f"eval/{name}/baseline_student/avg"] == pytest.approx(before)
@@ -187,7 +187,7 @@ def test_baselines_over_time(tmp_path: Path) -> None:
     ]
     rewards_of = [line[role][0]["reward"] for role in ("student", "student_context", "teacher_context")]
     assert rewards_of == [0.6, 0.4, 1.0], "the teacher's answers are those before training"
-    baseline_evaluator = BaselineEvaluator(teacher, ["student"], RunDir(tmp_path))  # the run is resumed
+    baseline_evaluator = BaselineEvaluator(teacher, RunDir(tmp_path))  # the run is resumed
     rewards["context"] = 1.0
     resumed = measure(6)
     assert resumed[f"distill/{name}/gap_closed"] == pytest.approx(0.5), "the student before training is remembered"
@@ -208,7 +208,7 @@ def test_a_context_beyond_the_window_is_no_zero(tmp_path: Path, url: str) -> Non
     clients: list[Any] = [SimpleNamespace(base_url="http://student/v1")]
     own: list[Any] = [SimpleNamespace(base_url=url)]
     contexts = ContextProvider(config.teacher_model, config.env, config.seed)
-    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer(own, "m"), "m"), clients, RunDir(tmp_path))
+    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer(own, "m"), "m"), RunDir(tmp_path))
     world = build_environment(["a"], ["b", "c"])
 
     async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
@@ -219,7 +219,8 @@ def test_a_context_beyond_the_window_is_no_zero(tmp_path: Path, url: str) -> Non
     lines = list[str]()
     sink = logger.add(lines.append, level="WARNING")
     groups = [[Rollout(prompt="", reward=0.0)]] * 2
-    found = anyio.run(evaluator.measure, "world", world, world.rows("eval"), 0, groups, SamplingConfig(), run)
+    values = ("world", world, world.rows("eval"), ModelEndpoint(clients, "m"), groups)
+    found = anyio.run(evaluator.measure, *values, SamplingConfig(), run)
     logger.remove(sink)
     assert found["eval/world/baseline_teacher/avg"] == float(url == "http://teacher/v1")
     assert any("100% of the student's rollouts with the context failed" in line for line in lines)
@@ -266,16 +267,17 @@ def test_contexts_of_rows_are_compared(tmp_path: Path) -> None:
 
     def measure(version: int) -> dict[str, float]:
         groups, rows = answer(world, student), world.rows("eval")
-        found = anyio.run(evaluator.measure, "world", world, rows, version, groups, SamplingConfig(), run)
+        values = ("world", world, rows, ModelEndpoint(["s"], "m", version), groups)
+        found = anyio.run(evaluator.measure, *values, SamplingConfig(), run)
         return {key.removeprefix("distill/world/"): value for key, value in found.items()}
 
-    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), ["s"], RunDir(tmp_path))
+    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), RunDir(tmp_path))
     measure(0)
     student |= {"a": 0.9}
     found = measure(1)
     assert (found["a/gap_closed"], found["b/gap_closed"]) == (pytest.approx(0.9), 0.0)
     assert found["a/student/avg"] == pytest.approx(0.9) and found["b/teacher_context/avg"] == pytest.approx(0.8)
-    evaluator = BaselineEvaluator(evaluator.teacher, ["s"], RunDir(tmp_path))  # the run is resumed
+    evaluator = BaselineEvaluator(evaluator.teacher, RunDir(tmp_path))  # the run is resumed
     student |= {"a": 0.6, "b": 0.8}
     found = measure(2)
     assert found["a/interference"] == pytest.approx(0.3) and found["b/interference"] == 0.0
