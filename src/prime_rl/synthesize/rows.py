@@ -70,8 +70,17 @@ def classify_result(result: Result, keep: SynthesisFilterConfig) -> FilterVerdic
 def conversation_key(result: Result, *, loose: bool) -> bytes:
     """Key that is equal for duplicate conversations."""
     parts = [result.prompt, [_without_ids(message) for message in _as_list(result.completion)]]
-    text = msgspec.json.encode(parts, order="deterministic", enc_hook=str).decode()
-    return (re.sub(r"[\W_]+", " ", text).casefold() if loose else text).encode()
+    plain = msgspec.to_builtins(parts, enc_hook=str)
+    return msgspec.json.encode(_loosen(plain) if loose else plain, order="deterministic")
+
+
+def _loosen(value: Any) -> Any:
+    """JSON data whose texts have neither case nor punctuation, and single spaces only."""
+    if isinstance(value, str):
+        return re.sub(r"[\W_]+", " ", value).casefold().strip()
+    if isinstance(value, list):
+        return [_loosen(item) for item in value]
+    return {key: _loosen(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def to_row(result: Result, env: str, model: str) -> dict[str, Any]:

@@ -58,6 +58,13 @@ def test_duplicate_conversations_are_dropped() -> None:
     assert verdicts(*groups, dedupe="loose") == [["duplicate", "kept"], ["duplicate", "kept"]]
 
 
+def test_loose_duplicates_ignore_line_breaks() -> None:
+    outputs = ["The answer\nis 3.", "the\tanswer is 3", "\r\n The ANSWER, is\u20283!", "The answer is 4."]
+    assert verdicts([result(1.0, output) for output in outputs], dedupe="loose") == [
+        ["kept", *["duplicate"] * 2, "kept"]
+    ]
+
+
 def test_dropped_conversation_does_not_block_duplicate() -> None:
     groups = [[result(1.0, is_truncated=True)], [result(1.0)]]
     assert verdicts(*groups) == [["truncated"], ["kept"]]
