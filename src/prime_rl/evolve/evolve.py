@@ -7,6 +7,7 @@ model --> server (started for a local model) --> search <--> proposer
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -18,6 +19,8 @@ from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.run_state import StateRecorder
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prime_rl.evolve.config import EvolveConfig
     from prime_rl.evolve.proposer import Proposer
     from prime_rl.evolve.records import ProposalLog
@@ -257,9 +260,18 @@ def show_search(search: Search, config: EvolveConfig) -> None:
         f"\nBest context: candidate {best.number} of {len(search.candidates)} | Score: "
         f"{search.candidates[0].mean:.4f} -> {best.mean:.4f} | Rollouts: {search.num_rollouts} of {config.budget}\n"
         f"  context    {folder / 'best.md'}\n  candidates {folder / 'candidates.jsonl'}\n"
-        f"  distill    rl ... --orchestrator.teacher_model.context-file {folder / 'best.md'} "
-        f"--orchestrator.teacher_model.context-position {config.context_position}\n"
+        f"  distill    rl ... {format_teacher_options(folder / 'best.md', config)}\n"
     )
+
+
+def format_teacher_options(context_file: Path, config: EvolveConfig) -> str:
+    """Options of `rl`, for a shell, with which the teacher sees the context as the search did."""
+    options = {"context-file": shlex.quote(str(context_file)), "context-position": config.context_position}
+    if config.separator:
+        # $'...' of bash and zsh: a line break stays in the line.
+        text = config.separator.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+        options["separator"] = f"$'{text}'"
+    return " ".join(f"--orchestrator.teacher_model.{name} {value}" for name, value in options.items())
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import anyio
 import pytest
 from fake_api import FakeApi, serve_api
 
+from prime_rl.config import RLConfig
 from prime_rl.evolve.config import EvolveConfig
-from prime_rl.evolve.evolve import check_proposer, evolve, run_search
+from prime_rl.evolve.evolve import check_proposer, evolve, format_teacher_options, run_search
 from prime_rl.evolve.proposer import extract_context
 from prime_rl.evolve.search import Candidate, Search, find_front, select_parent
 from prime_rl.generation.session import GenerationRun
 from prime_rl.utils.monitor import build_monitor
+from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.environments import load_environment
 from rollouts.training.metrics import load_jsonl
 
@@ -230,3 +233,14 @@ def test_context_beyond_the_window_is_found_first(tmp_path: Path) -> None:
 def test_budget_below_the_first_context(api: FakeApi, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"budget = 2 is less than the \d rollouts of the first context: raise it"):
         run(build_config(tmp_path, budget=2), api)
+
+
+@pytest.mark.parametrize("separator", ["\n", "it's\\\n\t", "---", ""])
+def test_printed_options_distill_what_was_searched(tmp_path: Path, separator: str) -> None:
+    config = build_config(tmp_path, separator=separator, context_position="system_replace")
+    text = format_teacher_options(tmp_path / "the best.md", config)
+    assert "\n" not in text
+    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {text}"], capture_output=True, text=True, check=True).stdout
+    teacher = parse_argv(RLConfig, words.split("\0")[:-1], "rl", {})[0].orchestrator.teacher_model
+    assert teacher is not None and teacher.context_file == tmp_path / "the best.md"
+    assert (teacher.separator, teacher.context_position) == (separator, "system_replace")

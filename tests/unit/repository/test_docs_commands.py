@@ -1,4 +1,4 @@
-"""The commands of the pages on evaluation, synthesis, trackers, planning: every line of their shell blocks parses."""
+"""The commands of some pages, such as evaluation, search and synthesis: every line of their shell blocks parses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES = {
 }
 LINES = [
     line.removeprefix("env ")
-    for page in ("evaluation", "synthesis", "trackers", "planning", "training_api")
+    for page in ("evaluation", "evolve", "synthesis", "trackers", "planning", "training_api")
     for block in re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
     for line in block.splitlines()
     if not line.startswith("export ")
