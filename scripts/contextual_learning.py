@@ -24,8 +24,10 @@ from rich.console import Console
 from rich.markdown import Markdown
 from stages import ROOT, Stages, newest_weights, next_directory, read_summaries, shown
 
+from prime_rl.evolve.evolve import SOLVED
 from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.machine import find_free_port
+from prime_rl.runtime.process import ChildFailed
 from rollouts.training.metrics import load_last_attempts
 
 STEPS_FILE = "loop.json"
@@ -44,14 +46,16 @@ class Loop:
     results: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Run all rounds; ends early once every held-out example is solved without a context."""
+        """Run all rounds; ends early once every training or every held-out example is solved without a context."""
         file = self.output_dir / STEPS_FILE
         self.results = json.loads(file.read_text()) if file.is_file() else {}
         self.evaluate("start", self.model)
         model = self.model
         for number in range(1, self.rounds + 1):
             folder = self.output_dir / f"round_{number}"
-            self.search(number, folder, model)
+            if not self.search(number, folder, model):
+                self.write_report()
+                break
             self.distill(number, folder, model)
             model = self.merge(number, folder)
             self.evaluate(f"round {number}", model)
@@ -59,14 +63,25 @@ class Loop:
             if score_of(self.results[f"round {number}: eval"])[0] >= 1:
                 break
 
-    def search(self, number: int, folder: Path, model: str) -> None:
-        """Search the context of a round."""
-        before = self.output_dir / f"round_{number - 1}" / "evolve" / "evolve" / "best.md"
+    def search(self, number: int, folder: Path, model: str) -> bool:
+        """Search the context of a round; False if every training example is solved without one."""
+        title, before = (
+            f"round {number}: search",
+            self.output_dir / f"round_{number - 1}" / "evolve" / "evolve" / "best.md",
+        )
         options = [] if number == 1 else ["--examples", "failed", "--context", before.read_text()]
-        if self.do(f"round {number}: search", "evolve", folder / "evolve", model, options):
+        try:
+            is_done = self.do(title, "evolve", folder / "evolve", model, options)
+        except ChildFailed as failure:
+            if SOLVED not in (failure.wrong_input or ""):
+                raise
+            self.record(title, {"is_solved": True})
+            return False
+        if is_done:
             found = folder / "evolve" / "evolve"
             summary = json.loads((found / "summary.json").read_text())
-            self.record(f"round {number}: search", {**summary, "context": (found / "best.md").read_text()})
+            self.record(title, {**summary, "context": (found / "best.md").read_text()})
+        return "is_solved" not in self.results[title]
 
     def distill(self, number: int, folder: Path, model: str) -> None:
         """Distill the context of a round into the weights."""
@@ -159,6 +174,8 @@ def format_report(results: Mapping[str, Any], model: str) -> str:
         lines.append("| " + " | ".join(cells) + " |")
         texts.append(search["context"])
         before = after
+    solved = [title.partition(":")[0] for title, result in results.items() if "is_solved" in result]
+    lines += ["", f"Before {solved[0]} every training example is solved without a context."] if solved else []
     for number in range(1, len(texts)):
         pair = [text.splitlines() for text in texts[number - 1 : number + 1]]
         diff = list(difflib.unified_diff(*pair, lineterm=""))[2:]

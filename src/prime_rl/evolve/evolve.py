@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 
 MAX_LENGTH = "model.max_model_len"
+SOLVED = "every training example is solved without a context"
+"""The error if no examples are left to search on."""
 
 
 def evolve(config: EvolveConfig) -> int:
@@ -147,7 +149,7 @@ class EvolveSession:
             scores, spent = await self.evaluate(-1, "", examples), len(examples) * self.num_rollouts
             examples = [i for i in examples if scores[i] < self.config.stop_reward]
             if not examples:
-                raise ValueError('every training example is solved without a context: set examples = "all"')
+                raise ValueError(f'{SOLVED}: set examples = "all"')
             known = {} if context else {i: scores[i] for i in examples}
         search = Search(self.config, examples, self.num_rollouts, self.evaluate, self.propose, self.report)
         search.num_rollouts = spent

@@ -10,20 +10,42 @@ from typing import Any
 
 import pytest
 
+from prime_rl.evolve.evolve import SOLVED
+from prime_rl.runtime.process import ChildFailed
+
 ROOT = Path(__file__).parents[3]
+
+
+class WrongInput(ChildFailed):
+    """A command that ended with an error message."""
+
+    def __init__(self, wrong_input: str) -> None:
+        super().__init__([])
+        self._wrong_input = wrong_input
+
+    @property
+    def wrong_input(self) -> str:
+        return self._wrong_input
 
 
 class FakeStages:
     """Writes the files of each command instead of running it; fails once at the command number `fail_at`."""
 
-    def __init__(self, scores: list[float], fail_at: int = -1, is_adapter: bool = False) -> None:
+    def __init__(
+        self,
+        scores: list[float],
+        fail_at: int = -1,
+        is_adapter: bool = False,
+        failure: Exception | None = None,
+    ) -> None:
         self.scores, self.fail_at, self.is_adapter = scores, fail_at, is_adapter
+        self.failure = failure or RuntimeError("interrupted")
         self.commands: list[tuple[str, str, tuple[str, ...]]] = []
 
     def run(self, title: str, command: str, *options: str) -> None:
         if len(self.commands) == self.fail_at:
             self.fail_at = -1
-            raise RuntimeError("interrupted")
+            raise self.failure
         self.commands.append((title, command, options))
         if command == "convert":
             Path(options[1]).mkdir()
@@ -88,6 +110,17 @@ def test_loop_ends_when_everything_is_solved(tmp_path: Path) -> None:
     stages = FakeStages([0.0, 1.0])
     run(tmp_path, stages, rounds=5)
     assert len(stages.commands) == 4
+
+
+def test_loop_ends_when_training_examples_are_solved(tmp_path: Path) -> None:
+    stages = FakeStages([0.0, 0.4], 4, failure=WrongInput(f"evolve: {SOLVED}: set examples"))
+    for _ in range(2):  # the second time nothing is left to do
+        run(tmp_path, stages, rounds=3)
+        assert [command for _, command, _ in stages.commands] == ["eval", "evolve", "rl", "eval"]
+    report = (tmp_path / "report.md").read_text()
+    assert "| 1 | 0.100 -> 0.600 |" in report and "Before round 2 every training example is solved" in report
+    with pytest.raises(ChildFailed):
+        run(tmp_path / "b", FakeStages([0.0], 1, failure=WrongInput("evolve: budget = 1 is less than")))
 
 
 def test_adapters_are_merged_for_the_next_round(tmp_path: Path) -> None:
