@@ -273,15 +273,21 @@ class BaselineEvaluator:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"student": baseline.before, "teacher": baseline.teacher, "best": baseline.best}
-        path.write_text(json.dumps(content), encoding="utf-8")
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.replace(path)
 
     def _load_baseline(self, name: str, role: str = "student") -> Any:
-        """Scores before training ("best": of all versions), written by the first attempt of this run."""
+        """Scores before training ("best": of all versions), written by the first attempt of this run; [] if unknown."""
+        path = self._baseline_path(name)
         try:
-            text = self._baseline_path(name).read_text(encoding="utf-8")
+            return json.loads(path.read_text(encoding="utf-8")).get(role, [])
         except FileNotFoundError:
             return []
-        return json.loads(text).get(role, [])
+        except (ValueError, AttributeError) as error:
+            logger.warning(f"{path} is damaged, so the scores before training are unknown: {error}")
+            path.unlink()  # scores of a later version must not replace them
+            return []
 
     def _baseline_path(self, name: str) -> Path:
         return self.run_dir.evals / f"baseline_{name.replace('/', '_')}.json"

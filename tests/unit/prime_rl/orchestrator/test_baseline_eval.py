@@ -227,6 +227,25 @@ def test_a_context_beyond_the_window_is_no_zero(tmp_path: Path, url: str) -> Non
     assert any("the prompt is too long" in line for line in lines)
 
 
+@pytest.mark.parametrize("content", ['{"student": [0.1', "[]", ""])
+def test_a_damaged_file_of_baselines_is_unknown(tmp_path: Path, content: str) -> None:
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "teacher_model": {"context": "C "}})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), RunDir(tmp_path))
+    evaluator._save_baseline("world", Baseline([0.1], [0.9]), is_new=True)
+    [path] = (tmp_path / "evals").iterdir()
+    assert evaluator._load_baseline("world") == [0.1] and evaluator._load_baseline("world", "teacher") == [0.9]
+    path.write_text(content)
+    lines = list[str]()
+    sink = logger.add(lines.append, level="WARNING")
+    assert evaluator._load_baseline("world") == evaluator._load_baseline("world", "best") == []
+    logger.remove(sink)
+    assert len(lines) == 1 and "baseline_world.json is damaged" in lines[0]
+    evaluator._save_baseline("world", Baseline([0.5], [0.9]), is_new=False)
+    assert evaluator._load_baseline("world") == [], "a later version's scores are not those before training"
+
+
 def test_context_environment_uses_outcomes_of_the_student() -> None:
     config = OrchestratorConfig.model_validate(
         {"env": [{"id": "world"}], "teacher_model": {"context_from": "feedback", "context_template": "{{feedback}}: "}}
