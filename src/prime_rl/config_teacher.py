@@ -53,11 +53,7 @@ def add_teacher(tables: ConfigTables) -> None:
     _set_top_logprobs(tables)
     _require_teacher_weights(tables)
     _choose_server(tables)
-    server = tables.section("teacher_inference" if tables.has("teacher_inference") else "inference")
-    if (window := server.get("model", {}).get("max_model_len")) is not None and not tables.has(
-        f"{TEACHER}.max_model_len"
-    ):
-        tables.set(f"{TEACHER}.max_model_len", window, "the teacher's server")
+    _set_window(tables)
 
 
 def describe_taus(loss: LossConfig) -> str:
@@ -85,20 +81,21 @@ def check_contexts(
     teacher = orchestrator.teacher_model
     if teacher is None:
         return
-    servers = [("teacher_inference.model.max_model_len", "", teacher_inference)]
+    servers = [("teacher_inference.model.max_model_len", "", teacher_inference, teacher.max_model_len)]
     if teacher_inference is None and teacher.client.base_url == orchestrator.client.base_url:
-        servers = [("inference.model.max_model_len", "", inference)]
-    if teacher.eval_baseline:
-        servers.append(("seq_len", ", with which eval_baseline evaluates the student,", inference))
+        servers = [("seq_len", "", inference, teacher.max_model_len)]
+    if teacher.eval_baseline and inference is not None:
+        use = ", with which eval_baseline evaluates the student,"
+        servers.append(("seq_len", use, inference, inference.model.max_model_len))
     sections = [("teacher_model", teacher), *((f"env.{i}", env) for i, env in enumerate(orchestrator.env))]
     for name, section in sections:
         text = section.context or ""
         if section.context_file is not None and section.context_file.is_file():
             text = section.context_file.read_text(encoding="utf-8")
-        for key, use, server in servers:
+        for key, use, server, window in servers:
             if server is not None:
                 what = f"orchestrator.{name}.{section.source}{use}"
-                check_window(text, server.model.name, server.model.max_model_len, what, key)
+                check_window(text, server.model.name, window, what, key)
 
 
 def _fill_self_teacher(tables: ConfigTables) -> None:
@@ -162,6 +159,21 @@ def _require_teacher_weights(tables: ConfigTables) -> None:
         )
 
 
+def _set_window(tables: ConfigTables) -> None:
+    """Set the window of the teacher's server. Our engine, where it serves the student too, scores up to the model's."""
+    has_own = tables.has("teacher_inference")
+    if tables.has(f"{TEACHER}.max_model_len") or (not has_own and _is_shared(tables) and _is_embedded(tables)):
+        return
+    server = tables.section("teacher_inference" if has_own else "inference")
+    if (window := server.get("model", {}).get("max_model_len")) is not None:
+        tables.set(f"{TEACHER}.max_model_len", window, "the teacher's server")
+
+
+def _is_shared(tables: ConfigTables) -> bool:
+    """Whether the teacher's address is that of the student's server."""
+    return bool(tables.get(f"{TEACHER}.client.base_url") == tables.get("orchestrator.client.base_url"))
+
+
 def _weights(tables: ConfigTables) -> str:
     return str(tables.get(f"{TEACHER}.weights", TeacherConfig().weights))
 
@@ -200,8 +212,11 @@ def _is_own_server(tables: ConfigTables) -> bool:
 
 def _serves_base(tables: ConfigTables) -> bool:
     """Whether the student's engine also serves the base model (without the adapter)."""
-    if not has_adapter(tables) or tables.is_off("inference"):
-        return False
+    return has_adapter(tables) and not tables.is_off("inference") and _is_embedded(tables)
+
+
+def _is_embedded(tables: ConfigTables) -> bool:
+    """Whether the student's engine is ours."""
     backend = tables.get("inference.backend", "auto")
     return backend == "embedded" or (backend == "auto" and importlib.util.find_spec("vllm") is None)
 

@@ -344,6 +344,21 @@ def test_context_beyond_the_window_is_refused_before_the_start(tmp_path: Path) -
         check_contexts(config.orchestrator, config.inference, config.teacher_inference)
 
 
+@pytest.mark.parametrize("weights", ["frozen", "live"])
+def test_a_shared_engine_scores_up_to_the_models_window(weights: str) -> None:
+    """The student's window, at most seq_len, is that of its own samples."""
+    text, teacher = "one long sentence. " * 30, "--orchestrator.teacher_model"
+    keys = ("--model.name", "tiny-qwen3", "--seq_len", "64", f"{teacher}.weights", weights, f"{teacher}.context")
+    config = parse(*keys, text, *LORA)
+    assert config.teacher_inference is None and config.orchestrator.teacher_model is not None
+    check_contexts(config.orchestrator, config.inference, config.teacher_inference)
+    contexts = ContextProvider(config.orchestrator.teacher_model, config.orchestrator.env, 0)
+    contexts.check_rows(config.orchestrator.env[0].id, [{"prompt": "Two?"}], "tiny-qwen3")
+    config = parse(*keys, text * 1000, *LORA)
+    with pytest.raises(ValueError, match="shorten the context"):
+        check_contexts(config.orchestrator, config.inference, config.teacher_inference)
+
+
 def test_eval_baseline_needs_room_for_the_context() -> None:
     keys = ("--seq_len", "64", "--orchestrator.teacher_model.context", "one long sentence. " * 30)
     config = parse(*keys)
