@@ -205,7 +205,7 @@ def test_ema_teacher_has_its_own_server_and_trainer_average() -> None:
 
 
 @pytest.mark.parametrize("weights", ["ema", "live"])
-def test_anchors_need_the_weights_before_training(weights: str) -> None:
+def test_references_need_the_weights_before_training(weights: str) -> None:
     argv = (*CONTEXT, "--orchestrator.teacher_model.weights", weights, *ANCHORED)
     with pytest.raises(ConfigError, match=r"leaves no server with[\s\S]*trainer.model.lora"):
         parse(*argv)
