@@ -116,9 +116,12 @@ class BlockManager(ABC):
         num_cached = min(shared, len(seq.tokens) - 1)
         if owner is None or num_cached < STRIDE:
             return None
-        if isinstance(owner, Sequence) and owner.num_cached < min(num_cached, len(owner.tokens) - 1):
-            return owner
-        shared = min(shared, owner.num_cached)
+        written = owner.num_cached
+        if isinstance(owner, Sequence):
+            if owner.num_cached < min(num_cached, len(owner.tokens) - 1):
+                return owner
+            written = max(written, BLOCK * owner.num_shared_blocks)  # its last token is stored, but computed again
+        shared = min(shared, written)
         self._share_with(seq, owner, min(num_cached, shared), shared)
         return None
 

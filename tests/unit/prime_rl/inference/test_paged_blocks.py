@@ -152,6 +152,18 @@ def test_memory_of_a_group_is_allocated_once() -> None:
 
 
 @needs_kernels
+def test_a_group_reads_all_pages_of_a_kept_prompt() -> None:
+    """Also the page of its last token, which every sequence computes again."""
+    engine, _ = build_engine(speculation=False)
+    prompt = draw_prompt(BLOCK)
+    for _ in range(2):
+        add_group(engine, prompt, [2] * FIRST_PAGES)
+        engine.step()
+        assert len({seq.pages[0] for seq in engine._scheduler.running}) == 1
+        assert len(run(engine)) == FIRST_PAGES
+
+
+@needs_kernels
 def test_a_group_goes_on_without_its_first_sequence() -> None:
     """The next one takes its place, and the memory that was counted for the first one."""
     engine, blocks = build_engine(max_num_batched_tokens=BLOCK, speculation=False)
