@@ -26,7 +26,7 @@ _MASK64 = (1 << 64) - 1
 
 
 ALL = 1 << 40
-"""`top_k` of rows that have none."""
+"""`top_k` of rows that have none, and the largest one: requests may have integers that do not fit in a tensor."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Filters:
 def build_filters(rows: list[int], params: list[SamplingParams], device: torch.device) -> Filters:
     """The filters of `rows`, which have these `params`."""
     min_p, top_p = torch.tensor([(p.min_p, p.top_p) for p in params], dtype=torch.float32).T.contiguous().to(device)
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else ALL for p in params])
+    top_k = torch.tensor([min(p.top_k, ALL) if p.top_k > 0 else ALL for p in params])
     wanted = [i for i, p in enumerate(params) if p.return_support]
     return Filters(torch.tensor(rows, device=device), min_p, top_p, top_k.to(device), wanted)
 

@@ -861,6 +861,7 @@ def test_drawing_leaves_the_logprobs_as_they_are(dtype: torch.dtype) -> None:
         ({"min_p": 0.4}, [0, 1, 2]),  # at least 0.16
         ({"top_k": 3, "top_p": 0.7}, [0, 1]),  # of 0.9: 0.44, 0.78
         ({"top_k": 99, "top_p": 1.0, "min_p": 0.0}, [0, 1, 2, 3]),
+        ({"top_k": 2**64 - 1}, [0, 1, 2, 3]),
     ],
 )
 def test_filters_renormalize_over_the_kept_tokens(params: dict[str, Any], kept: list[int]) -> None:
