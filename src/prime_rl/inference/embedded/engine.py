@@ -163,11 +163,16 @@ class EmbeddedEngine(InProcessEngineMixin):
         return max(min(self.model.config.max_position_embeddings, capacity), self.max_model_len - 1)
 
     def check(self, request: GenerationRequest) -> None:
-        """`ValueError` if the prompt is too long or the request is unsupported."""
+        """`ValueError` if the prompt is too long or has tokens of another model, or the request is unsupported."""
         num_prompt, params = len(request.prompt), request.params
         longest = self.max_score_len if params.max_tokens == 0 else self.max_model_len - 1
         if not 0 < num_prompt <= longest:
             raise ValueError(f"a prompt of {num_prompt} tokens does not fit in {longest + (params.max_tokens > 0)}")
+        if (largest := max(request.prompt)) >= self.vocab_size:  # kernels would read other memory
+            raise ValueError(
+                f"the prompt has token id {largest}, but the model has {self.vocab_size} tokens: its tokenizer does "
+                "not fit, use that of the model"
+            )
         if params.max_tokens < (params.prompt_logprobs is None):
             raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
         if params.prompt_logprobs is not None and (params.prompt_logprobs < FULL or params.prompt_temperature <= 0):
@@ -184,7 +189,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         """Queue a request; raises as `check`."""
         self.check(request)
         num_prompt, params = len(request.prompt), request.params
-        eos = frozenset() if params.ignore_eos else self._eos_ids
+        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
         stop_strings = None
         if params.stop and self._decode_text is not None:
             detokenizer = Detokenizer(self._decode_text, params.skip_special_tokens)
@@ -192,7 +197,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         seq = Sequence(
             request=request,
             eos_ids=self._eos_ids,
-            stop_ids=eos | frozenset(params.stop_token_ids),
+            stop_ids=frozenset(token for token in stop_ids if token < self.vocab_size),  # the others have no logit
             tokens=list(request.prompt),
             num_prompt=num_prompt,
             max_tokens=max(min(num_prompt + params.max_tokens, self.max_model_len), num_prompt),

@@ -344,6 +344,22 @@ def test_an_answer_ends_at_eos_at_stop_tokens_and_at_its_limits() -> None:
         short.add(request([9] * 16))
 
 
+@pytest.mark.parametrize("length", [1, 300])
+def test_a_prompt_of_another_models_tokens_is_refused(length: int) -> None:
+    engine = EmbeddedEngine(build_model(0))
+    with pytest.raises(ValueError, match=f"token id {engine.vocab_size}, .* its tokenizer does not fit"):
+        engine.add(request([9] * length + [engine.vocab_size]))
+    assert not engine.has_work()
+
+
+def test_end_tokens_beyond_the_vocabulary_have_no_effect() -> None:
+    model = build_model(0)
+    beyond = model.config.vocab_size
+    (plain,) = run(EmbeddedEngine(model), request([9], min_tokens=2))
+    (other,) = run(EmbeddedEngine(model, eos_ids=[beyond]), request([9], min_tokens=2, stop_token_ids=(beyond + 1,)))
+    assert (other.token_ids, other.finish_reason) == (plain.token_ids, "length")
+
+
 def test_stop_strings_end_the_text_and_keep_the_tokens() -> None:
     (free,) = run(EmbeddedEngine(build_model(0)), request([9], max_tokens=40, seed=2))
     text = DECODE(free.token_ids, True)
