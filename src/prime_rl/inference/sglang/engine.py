@@ -373,10 +373,12 @@ class SGLangGateway:
     async def _score(self, prompt: list[int], adapter: str | None) -> list[float]:
         request = GenerationRequest(prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
         try:
-            meta = await self._remote.generate(build_body(request, uuid.uuid4().hex, adapter))
-        except ServerUnreachable as error:
-            self._mark_unavailable(str(error))
-            raise EngineUnavailable(f"SGLang at {self.server} is unavailable: {error}") from error
+            async with asyncio.timeout(self.server.timeout):
+                meta = await self._remote.generate(build_body(request, uuid.uuid4().hex, adapter))
+        except (ServerUnreachable, TimeoutError) as error:
+            reason = str(error) or f"it did not score the canary within {self.server.timeout:g} s"
+            self._mark_unavailable(reason)
+            raise EngineUnavailable(f"SGLang at {self.server} is unavailable: {reason}") from error
         except RequestRejected as error:
             raise ValueError(f"SGLang failed to score the canary: {error}") from error
         scores = read_scores(request, meta)
@@ -386,7 +388,13 @@ class SGLangGateway:
     async def _load_adapter(self, name: str, directory: Path, spec: AdapterSpec) -> None:
         async with self._changing:
             adapter = RemoteAdapter(f"{name}-{spec.version}-{uuid.uuid4().hex[:8]}", directory, spec)
-            await self._sync_adapter(adapter)
+            if self._paused:  # a paused server would not score the canary
+                await self._control(self.server.post("/continue_generation", {}))
+            try:
+                await self._sync_adapter(adapter)
+            finally:
+                if self._paused:
+                    await self._pause_server()
             before, self._adapters[name] = self._adapters.get(name), adapter
             if before is not None:
                 self._unload(before)

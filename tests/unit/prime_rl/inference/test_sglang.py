@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +347,25 @@ def test_an_adapter_becomes_the_policy(fleet: Fleet) -> None:
     fleet.fake.enable_lora = False
     assert "set `--enable-lora`" in fleet.update(1, name="adapters").json()["error"]["message"]
     fleet.fake.enable_lora = True
+
+
+def test_an_adapter_is_loaded_during_a_pause(fleet: Fleet) -> None:
+    assert fleet.gateway.post("/pause", {}).status_code == 200
+    assert fleet.update(1, name="adapters").json()["version"] == 1 and fleet.fake.paused, "the pause goes on"
+    fleet.fake.wrong = "adapters/step_2"
+    assert fleet.update(2, name="adapters").status_code == 400 and fleet.fake.paused
+    assert fleet.gateway.post("/resume", {}).status_code == 200
+    assert fleet.gateway.post("/v1/completions", LONG).json()["choices"][0]["versions"] == [[0, 1]]
+
+
+def test_a_server_that_scores_no_canary_is_unavailable(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = fleet.gateway.service.engine.engine
+    monkeypatch.setattr(engine, "server", replace(engine.server, timeout=0.5))
+    fleet.fake.freeze()
+    reply = fleet.update(1, name="adapters")
+    assert reply.status_code == 503 and "did not score the canary within 0.5 s" in reply.json()["error"]["message"]
+    fleet.fake.engine._thread.resume().result()
+    wait_until(lambda: fleet.gateway.http.get("/health").status_code == 200, "the gateway to reconnect")
 
 
 def test_restarted_server_is_updated(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
