@@ -156,6 +156,7 @@ class HFCausalLM(CausalLM):
             hidden: Tensor = out.last_hidden_state[0]
         else:
             hidden = self._forward_rows(input_ids, positions, attend)
+        hidden = hidden.to(self.embedding().dtype)  # Mamba keeps its residual stream in float32
         return hidden if self.head_scale == 1 else hidden * self.head_scale
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:

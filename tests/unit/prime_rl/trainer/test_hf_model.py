@@ -127,6 +127,18 @@ ROPE_BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def test_mamba_runs_in_bfloat16(tmp_path: Path) -> None:
+    import transformers
+
+    base = save_model("mamba", tmp_path)
+    sequences = [torch.arange(n) * 7 % 320 for n in (5, 17)]
+    model = load_causal_lm(base, dtype=torch.bfloat16)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    logits = compute_logits(model, sequences)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), compute_their_logits(theirs, sequences).float(), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rope", ROPE_BY_LENGTH)
 def test_rope_is_that_of_each_sequence_alone(
