@@ -232,13 +232,12 @@ def merge_adapter(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, 
     if {"lm_head.weight", "model.embed_tokens.weight"} & saved.keys() and "lm_head.weight" not in merged:
         merged["lm_head.weight"] = merged["model.embed_tokens.weight"]  # tied in the base checkpoint, untied here
     merged |= saved
-    for key, a in adapter.tensors.items():
-        name, separator, _ = key.rpartition(".lora_A.")
-        if separator:
-            weight, b = merged.get(f"{name}.weight"), adapter.tensors.get(f"{name}.lora_B.weight")
-            if weight is None or b is None or weight.shape != (b.shape[0], a.shape[1]):
-                raise ValueError(f"the adapter does not match its base model: {name} differs")
-            merged[f"{name}.weight"] = merge(weight, a, b, adapter.spec.scale)
+    for name in sorted({key.rpartition(".lora_")[0] for key in adapter.tensors.keys() - saved.keys()}):
+        a, b = (adapter.tensors.get(f"{name}.lora_{kind}.weight") for kind in "AB")
+        weight = merged.get(f"{name}.weight")
+        if weight is None or a is None or b is None or weight.shape != (b.shape[0], a.shape[1]):
+            raise ValueError(f"the adapter does not match its base model: {name} differs")
+        merged[f"{name}.weight"] = merge(weight, a, b, adapter.spec.scale)
     return merged
 
 

@@ -166,7 +166,7 @@ class AdapterTable:
         return change_rows
 
     def _build(self, name: str, adapter: Adapter) -> dict[str, LoraDelta]:
-        """Deltas of an adapter by module, on the device of the model."""
+        """Deltas of an adapter by module, on the device of the model; `ValueError` as `put`."""
         device, modules = self.model.embedding().device, dict(self.model.named_modules())
         tensors = {key: tensor.to(device, self._dtype) for key, tensor in adapter.tensors.items()}
         changes: dict[str, LoraDelta] = {}
@@ -178,19 +178,22 @@ class AdapterTable:
             if module is None or (not low_rank and parameter not in dict(module.named_parameters(recurse=False))):
                 raise ValueError(f"adapter {name!r} adapts {owner}, which this model does not have")
             if not low_rank:
-                _check_shape(name, key, tensor, module.get_parameter(parameter).shape)
+                _check_shape(name, key, tensor, tuple(module.get_parameter(parameter).shape))
                 earlier = changes.get(owner, LoraDelta()).parameters
                 changes[owner] = LoraDelta(parameters={**earlier, parameter: tensor})
-            elif module_name.endswith(".lora_A"):
-                other = tensors.get(f"{owner}.lora_B.weight")
-                if other is None or not isinstance(module, nn.Linear):
+            else:
+                a, b = (tensors.get(f"{owner}.lora_{kind}.weight") for kind in "AB")
+                if a is None or b is None or parameter != "weight" or not isinstance(module, nn.Linear):
                     raise ValueError(f"adapter {name!r} has no matching pair of matrices for {owner}")
-                _check_shape(name, key, tensor, (tensor.shape[0], module.in_features))
-                _check_shape(name, f"{owner}.lora_B.weight", other, (module.out_features, tensor.shape[0]))
-                changes[owner] = LoraDelta(tensor, other, adapter.spec.scale)
+                rank = adapter.spec.rank
+                _check_shape(name, f"{owner}.lora_A.weight", a, (rank, module.in_features), f" (r = {rank})")
+                _check_shape(name, f"{owner}.lora_B.weight", b, (module.out_features, rank), f" (r = {rank})")
+                changes[owner] = LoraDelta(a, b, adapter.spec.scale)
+        if not changes:
+            raise ValueError(f"adapter {name!r} has no tensors: it is damaged, save it again")
         return changes
 
 
-def _check_shape(adapter: str, name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size) -> None:
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"adapter {adapter!r}: {name} has shape {tuple(tensor.shape)}, the model has {tuple(shape)}")
+def _check_shape(adapter: str, name: str, tensor: Tensor, shape: tuple[int, ...], reason: str = "") -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"adapter {adapter!r}: {name} has shape {tuple(tensor.shape)}, it should be {shape}{reason}")

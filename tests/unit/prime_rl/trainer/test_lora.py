@@ -259,6 +259,33 @@ def test_mismatched_adapter_does_not_change_the_table() -> None:
     assert table.names == [] and not table.changes
 
 
+@pytest.mark.parametrize("kind", ["lora_A", "lora_B"])
+def test_a_matrix_without_its_pair_is_refused(kind: str) -> None:
+    model, spec = build_model(), LoraSpec(rank=2, alpha=2)
+    adapted = build_model()
+    add_lora(adapted, spec)
+    tensors = dict(adapter_tensors(adapted))
+    del tensors[next(name for name in tensors if kind in name)]
+    table = AdapterTable(model)
+    with pytest.raises(ValueError, match=r"no matching pair of matrices for model\.layers\.0"):
+        table.put("a", Adapter(spec, tensors))
+    with pytest.raises(ValueError, match="does not match its base model"):
+        merge_adapter(tensor_names(model), Adapter(spec, tensors))
+    assert table.names == [] and not table.changes
+
+
+def test_an_adapter_of_another_rank_or_without_tensors_is_refused() -> None:
+    model, spec = build_model(), LoraSpec(rank=2, alpha=2)
+    adapted = build_model()
+    add_lora(adapted, spec)
+    table = AdapterTable(model)
+    with pytest.raises(ValueError, match=r"has shape \(2, 64\), it should be \(4, 64\) \(r = 4\)"):
+        table.put("a", Adapter(replace(spec, rank=4), adapter_tensors(adapted)))
+    with pytest.raises(ValueError, match="has no tensors"):
+        table.put("a", Adapter(spec, {}))
+    assert table.names == [] and not table.changes
+
+
 @pytest.mark.parametrize("kind", ["lora_embedding_A", "token_adapter.trainable_tokens_delta"])
 def test_tensors_that_cannot_be_merged_are_refused(kind: str) -> None:
     model, name = build_model(), f"model.embed_tokens.{kind}"
