@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from prime_rl.inference.engine import (
     BusyIntervalLogger,
+    EngineFailed,
     EngineThread,
     Event,
     GenerationEngine,
@@ -35,10 +36,6 @@ class EngineBusy(Exception):
 
 class ReaderTooSlow(Exception):
     """The client reads a stream so slowly that its buffer is full."""
-
-
-class EngineFailed(RuntimeError):
-    """The engine stopped with an error and accepts no more requests."""
 
 
 class AsyncEngine:

@@ -178,6 +178,10 @@ class EngineUnavailable(ValueError):
     """The generation backend is unreachable; it may recover."""
 
 
+class EngineFailed(RuntimeError):
+    """The engine stopped with an error and accepts no more requests."""
+
+
 class InProcessEngineMixin:
     """No-op lifecycle hooks of engines that sample in `step`; the caller of `step` controls them."""
 
@@ -307,6 +311,7 @@ class EngineThread:
     clock: BusyIntervalLogger = field(default_factory=lambda: BusyIntervalLogger(None))
     _wake: threading.Condition = field(default_factory=threading.Condition)
     _inbox: deque[Callable[[], None]] = field(default_factory=deque)
+    _calls: set[Future[Any]] = field(default_factory=set)  # posted and without a result
     _closed: bool = False
     _paused: bool = False
     _thread: threading.Thread | None = None
@@ -326,16 +331,21 @@ class EngineThread:
         self._post(lambda: self.engine.cancel(request))
 
     def call(self, function: Callable[[GenerationEngine], T]) -> Future[T]:
-        """Run `function` on the engine between two steps; the future receives its result or exception."""
+        """Run `function` on the engine between two steps; the future receives its result or exception.
+
+        It receives `EngineFailed` if the engine fails before.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function(self.engine))
             except Exception as error:
                 future.set_exception(error)
 
-        self._post(run)
+        self._post(run, future)
         return future
 
     @property
@@ -376,14 +386,18 @@ class EngineThread:
         with self._wake:
             self._wake.notify()
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], None], future: Future[Any] | None = None) -> None:
         with self._wake:
             if self._closed:
                 raise RuntimeError("engine stopped")
+            if future is not None:
+                self._calls.add(future)
+                future.add_done_callback(self._calls.discard)
             self._inbox.append(command)
             self._wake.notify()
 
     def _run(self) -> None:
+        failure = EngineFailed("engine stopped")
         try:
             while self._serve_commands():
                 if not self._has_work():
@@ -394,10 +408,20 @@ class EngineThread:
                 if events:
                     self.deliver(events)
         except BaseException as error:
-            self._closed = True
+            failure = EngineFailed(f"engine failed: {error}")
+            failure.__cause__ = error
             self.on_crash(error)
         finally:
+            self._fail_calls(failure)
             self.clock.flush()
+
+    def _fail_calls(self, failure: EngineFailed) -> None:
+        """Accept no more commands, and end the calls that nothing else will end."""
+        with self._wake:
+            self._closed = True
+        for future in list(self._calls):
+            if future.running() or future.set_running_or_notify_cancel():
+                future.set_exception(failure)
 
     def _serve_commands(self) -> bool:
         """Run posted commands, blocking while the engine is idle; False if the thread should end."""

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prime_rl.inference.adapters import POLICY
-from prime_rl.inference.async_engine import EngineFailed
+from prime_rl.inference.engine import EngineFailed
 from prime_rl.inference.intake import read_json
 from prime_rl.inference.request_parsing import MAX_NAME_LENGTH, ApiError, Json
 from prime_rl.inference.routes.openai import Route, answer

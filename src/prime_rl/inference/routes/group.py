@@ -14,8 +14,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from prime_rl.inference.async_engine import EngineBusy, EngineFailed
-from prime_rl.inference.engine import GenerationRequest, Output
+from prime_rl.inference.async_engine import EngineBusy
+from prime_rl.inference.engine import EngineFailed, GenerationRequest, Output
 from prime_rl.inference.intake import read_json
 from prime_rl.inference.request_parsing import MAX_CHOICES, ApiError, Json
 from prime_rl.inference.routes.openai import Job, Route, build_error_response, check, parse_generation_request

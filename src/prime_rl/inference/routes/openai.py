@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from prime_rl.inference.access import Access, check_access
-from prime_rl.inference.async_engine import ClientGone, EngineBusy, EngineFailed, ReaderTooSlow
-from prime_rl.inference.engine import Event, GenerationRequest, Output
+from prime_rl.inference.async_engine import ClientGone, EngineBusy, ReaderTooSlow
+from prime_rl.inference.engine import EngineFailed, Event, GenerationRequest, Output
 from prime_rl.inference.grammar import read_grammar
 from prime_rl.inference.intake import RETRY_AFTER_S, read_json
 from prime_rl.inference.request_parsing import (

@@ -22,8 +22,9 @@ from running_server import RunningServer, slow_down, wait_until
 
 from prime_rl.client import request_batcher as together
 from prime_rl.client.http import HttpPool
-from prime_rl.inference.async_engine import EngineBusy, EngineFailed
+from prime_rl.inference.async_engine import EngineBusy
 from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.engine import EngineFailed
 from prime_rl.inference.request_parsing import MAX_CHOICES
 from prime_rl.utils.client import InferenceClient
 

@@ -8,6 +8,7 @@ import json
 import math
 import queue
 import random
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from prime_rl.inference.engine import (
     FULL,
     AdapterSpec,
     BusyIntervalLogger,
+    EngineFailed,
     EngineThread,
     Event,
     GenerationRequest,
@@ -993,6 +995,46 @@ def test_engine_error_is_reported_once_and_ends_the_thread() -> None:
     assert len(failures) == 1
     with pytest.raises(RuntimeError, match="stopped"):
         thread.submit(request([1]))
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_calls_end_with_the_thread(closes: bool) -> None:
+    """Those that are queued when a step fails, and cancelled ones."""
+    engine, in_step, go_on = EmbeddedEngine(build_model(0)), threading.Event(), threading.Event()
+
+    def step() -> list[Event]:
+        in_step.set()
+        assert go_on.wait(20)
+        raise ZeroDivisionError("in a step")
+
+    engine.step = step  # type: ignore[method-assign]
+    thread = EngineThread(engine, lambda events: None, lambda error: None)
+    thread.start()
+    thread.submit(request([1]))
+    assert in_step.wait(20)
+    queued, cancelled = (thread.call(lambda e: e.version) for _ in range(2))
+    assert cancelled.cancel()
+    if closes:
+        thread.close(timeout_s=0)
+    go_on.set()
+    with pytest.raises(EngineFailed, match="engine failed: in a step"):
+        queued.result(timeout=20)
+    assert thread._thread is not None
+    thread._thread.join(20)
+    assert not thread._thread.is_alive() and not thread._calls
+
+
+def test_a_cancelled_call_is_not_run() -> None:
+    thread = EngineThread(EmbeddedEngine(build_model(0)), lambda events: None, pytest.fail)
+    held, ran = threading.Event(), list[int]()
+    thread.start()
+    first = thread.call(lambda e: held.wait(20))
+    second = thread.call(lambda e: ran.append(1))
+    assert second.cancel()
+    held.set()
+    assert first.result(timeout=20) and thread.call(lambda e: 3).result(timeout=20) == 3
+    assert not ran
+    thread.close()
 
 
 def test_thread_rejects_pauses_aborts_and_continues() -> None:
