@@ -355,6 +355,11 @@ class TrainConfig(TrainerConfig):
                 f"critic replaces the advantages, which loss.distill.estimator {self.loss.distill.estimator} adds to: "
                 "use another estimator"
             )
+        if self.loss.distill.gate != "none":
+            raise ValueError(
+                f"critic replaces the advantages, by which loss.distill.gate {self.loss.distill.gate} chooses "
+                'completions: set loss.distill.gate = "none" or remove critic'
+            )
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,9 +18,10 @@ from prime_rl.trainer.rl.logprob_recorder import RecordingLoss, recorded_rows
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.rl.off_policy import MeasuredLoss
 from prime_rl.trainer.rl.train import train
-from prime_rl.trainer.rl.updates import run_updates
+from prime_rl.trainer.rl.updates import pack_minibatches, prepare_streams, run_updates
 from rollouts.training.batching import MicroBatch, pack_share
 from rollouts.training.metrics import load_jsonl
+from rollouts.training.rl_losses import reference_samples
 from rollouts.training.types import Sample
 
 
@@ -97,6 +99,48 @@ def test_packing_changes_no_value_and_no_gradient() -> None:
             torch.testing.assert_close(tensors[other][name], parameter, atol=1e-6, rtol=0)
 
 
+def draw_taught(config: TrainConfig) -> tuple[list[Sample], list[Sample]]:
+    """Samples with teacher log-probs: six with rewards, and two reference samples."""
+    samples = [msgspec.structs.replace(one, teacher_logprobs=[-1.0] * len(one.tokens)) for one in draw(config)]
+    return samples[:6], reference_samples(samples[6:], 1.0)
+
+
+def test_reference_samples_have_no_critic_advantages() -> None:
+    config = make_config(loss={"type": "ppo", "teacher_tau": 0.5})
+    plain, references = draw_taught(config)
+    backend, loss = build_backend(config), build_loss(config.loss, 32)
+    assert backend.critic is not None
+    with torch.no_grad():
+        backend.critic.head.bias.fill_(0.3)
+    found = []
+    for samples in (plain, [*plain, *references]):
+        parts = [[i] for i in range(len(samples))]
+        minibatches, _ = pack_minibatches(samples, parts, lambda part: pack_share(part, 32))
+        streams, stats = prepare_streams(backend, minibatches, loss, config.critic)
+        found.append(({i: one["advantages"] for [i], one in streams.items()}, stats.summary()))
+    (alone, metrics), (mixed, mixed_metrics) = found
+    assert metrics["explained_variance"] == pytest.approx(mixed_metrics["explained_variance"])
+    assert not any(mixed[i].any() for i in (6, 7))
+    for i, advantages in alone.items():
+        torch.testing.assert_close(mixed[i], advantages)
+
+
+def test_reference_samples_do_not_train_the_critic() -> None:
+    optim = {"type": "sgd", "lr": 1.0, "max_norm": None, "weight_decay": 0.0}
+    config = make_config(loss={"type": "ppo", "teacher_tau": 0.5}, optim=optim)
+    _, references = draw_taught(config)
+    backend = build_backend(config)
+    assert backend.critic is not None
+    with torch.no_grad():
+        backend.critic.head.bias.fill_(0.3)
+    before = {name: tensor.clone() for name, tensor in backend.parameters.items()}
+    metrics = update(backend, config, pack_share(references, 32, rows=2).micros)
+    assert "value_loss/mean" not in metrics and "explained_variance" not in metrics
+    policy = without_critic(before)
+    assert all(torch.equal(backend.parameters[name], before[name]) for name in before if name not in policy)
+    assert any(not torch.equal(backend.parameters[name], before[name]) for name in policy)
+
+
 def test_streams_find_their_micro_batch_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Advantages, old log-probs and origins belong to micro-batches, not to the order in which a backend runs them."""
     config = make_config(loss={"type": "ppo", "old_logprobs": "recomputed"}, num_epochs=2, critic={"warmup_steps": 0})
@@ -168,6 +212,7 @@ def test_a_resumed_run_with_a_critic_has_the_same_bits(tmp_path: Path) -> None:
         ({"parallel": {"tp": 2}}, r"critic does not support parallel\.tp"),
         ({"optim": {"type": "muon"}}, r"critic does not support optim\.type muon"),
         ({"loss": {"teacher_tau": 0.5, "distill": {"estimator": "sequence"}}}, r"estimator sequence adds to"),
+        ({"loss": {"teacher_tau": 0.5, "distill": {"gate": "positive"}}}, r"set loss\.distill\.gate = \"none\""),
     ],
 )
 def test_combinations_without_sense_are_rejected(options: dict[str, Any], words: str) -> None:
