@@ -114,7 +114,8 @@ def gather_loss_inputs(
     chosen = batch.loss_rows
     logprobs, entropy = compute_at(chosen, batch.loss_mask, batch.temperature, batch.support)
     student_table: Tensor | None = None
-    if share is None and batch.teacher_table is not None:
+    # With tp, no rank has the whole head; the configuration refuses estimators that need tables.
+    if share is None and mesh.tp.size == 1 and batch.teacher_table is not None:
         student_table = compute_table(hidden, chosen, batch.temperature, batch.teacher_table[0], model)
     observation_logprobs: Tensor | None = None
     observed = batch.find_observed() if needs_observations else None

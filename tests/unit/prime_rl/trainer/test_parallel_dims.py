@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from prime_rl.trainer import forward
 from prime_rl.trainer.command import count_missing_ranks
 from prime_rl.trainer.config import ParallelDims
+from prime_rl.trainer.forward import gather_loss_inputs, prepare_forward
+from prime_rl.trainer.model import DeviceConfig
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.parallel.context_parallel import check_heads, find_token_indices, repeat_heads
@@ -22,6 +26,8 @@ from prime_rl.trainer.parallel_dims import Mesh, MeshAxisGroup
 from prime_rl.trainer.parallel_dims import ParallelDims as SameDims
 from prime_rl.trainer.sharded_checkpoint import ROWS, ShardSlice, open_shards, save_shards
 from rollouts.training.backends.ranks import Ranks
+from rollouts.training.batching import pack_samples
+from rollouts.training.types import Sample, TeacherTable
 
 SHAPE = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG = DecoderConfig.from_hf({"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 4, **SHAPE})
@@ -104,6 +110,24 @@ def test_slices_cover_the_model() -> None:
             place = tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))
             rebuilt[name][place] = p.detach()
     assert all(torch.equal(rebuilt[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tables_are_computed_from_whole_heads_only(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimators of single tokens also train on samples that have tables."""
+    table = TeacherTable(2, array("f", [-1.0] * 4).tobytes(), array("i", [0, 30] * 2).tobytes(), bytes(8))
+    sample = Sample(prompt="", tokens=[1, 2, 3], loss_mask=[0, 1, 1], inference_logprobs=[0.0] * 3)
+    sample.teacher_table, sample.teacher_logprobs = table, [-1.0] * 3
+    mesh, model = Mesh(tp=MeshAxisGroup(0, tp, group=object())), CausalLM(CONFIG)  # type: ignore[arg-type]
+    init_weights(model, 0)
+    if tp > 1:
+        split_parameters(model, mesh)
+    monkeypatch.setattr(forward, "compute_head", lambda _, rows, *rest: (rows.float(), rows.float()))
+    placement = DeviceConfig(torch.device("cpu"), torch.float32, "sdpa", torch.float32)
+    layout = prepare_forward(pack_samples([sample], 3)[0][0].to_tensors(), placement, mesh)
+    inputs = gather_loss_inputs(layout, torch.ones(len(layout.batch.labels), 16), model, mesh)
+    assert inputs.teacher_table is not None
+    assert inputs.student_table is None if tp > 1 else inputs.student_table.shape == (2, 3)
 
 
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 7))
