@@ -73,7 +73,7 @@ class OptimizerStep:
 
         `begins_step`: false for further updates on the same batch, which have the number and the learning rate of its
         first one. With a gradient that is not finite the update is skipped; `FloatingPointError` after `max_skipped`
-        consecutive skipped ones.
+        consecutive steps whose updates were all skipped.
         """
         norm = self.compute_norm(self.parameters)
         grad_norm = float(norm)
@@ -91,11 +91,12 @@ class OptimizerStep:
         return StepReport(self.num_steps, grad_norm, lr)
 
     def skip(self, reason: str, grad_norm: float = 0.0, *, begins_step: bool = True) -> StepReport:
-        """Count a step without an update; the schedule advances."""
+        """Count a skipped update; the schedule advances with the step, and so does the limit: further updates on a bad
+        batch fail for the same reason."""
         lr = self._begin(begins_step)
         self.optimizer.zero_grad(set_to_none=True)
         self.num_skipped += 1
-        self._skipped_in_a_row += 1
+        self._skipped_in_a_row += begins_step
         if self._skipped_in_a_row >= self.max_skipped:
             raise FloatingPointError(
                 f"{self._skipped_in_a_row} steps in a row were skipped, the last because {reason}: "

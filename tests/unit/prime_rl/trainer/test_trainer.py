@@ -349,6 +349,16 @@ def test_non_finite_gradients_are_skipped_up_to_a_limit() -> None:
         stepper.skip("c")
 
 
+def test_skipped_updates_on_one_batch_are_one_skipped_step() -> None:
+    parameter, stepper = make_stepper(max_skipped=2)
+    for begins_step in (True, False, False):
+        stepper.backward(parameter.sum() * math.nan, 1)
+        assert stepper.step(begins_step=begins_step).skipped is not None
+    assert (stepper.num_steps, stepper.num_skipped) == (1, 3)
+    with pytest.raises(FloatingPointError, match="2 steps in a row"):
+        stepper.skip("the next batch is bad, too")
+
+
 @pytest.mark.parametrize(
     ("scheduler", "expected"),
     [
