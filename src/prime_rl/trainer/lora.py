@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.moe import Router
 from prime_rl.trainer.models.value import without_critic
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PEFT_PREFIX
 from rollouts.kernels.linear import linear, linear_inexact
@@ -137,11 +138,15 @@ def add_lora(model: CausalLM, spec: LoraSpec, seed: int = 0) -> list[str]:
     """Freeze `model` and add a zero-initialized adapter; returns the names of the adapted modules.
 
     A is uniform in +-1/sqrt(in) as a pure function of (seed, name), B is zero. `ValueError` when a name has no match
-    or selects the output head (fused kernels read its matrix: use `modules_to_save`).
+    or selects the output head (fused kernels read its matrix: use `modules_to_save`). Routers are not adapted, either.
     """
     modules = dict(model.named_modules())
     frozen = EXPERT_MATRICES if model.config.num_experts else ()
-    linear = [n for n, m in modules.items() if isinstance(m, nn.Linear) and not n.endswith(frozen)]
+    linear = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and not isinstance(module, Router) and not name.endswith(frozen)
+    ]
     for pattern in spec.target_modules:
         if pattern not in frozen:
             _need_match(pattern, linear, "target_modules")

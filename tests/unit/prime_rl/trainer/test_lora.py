@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,20 @@ def test_peft_round_trip(tie: bool, saved: tuple[str, ...], tmp_path: Path) -> N
 def test_invalid_targets_are_rejected(change: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         add_lora(build_model(), replace(LoraSpec(rank=2, alpha=2), **change))
+
+
+def test_routers_are_saved_modules_or_frozen() -> None:
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+    build = partial(build_model, model_type="qwen3_moe", mlp_only_layers=[], **experts)
+    with pytest.raises(ValueError, match="'gate' matches no module; available: k_proj"):
+        add_lora(build(), LoraSpec(rank=2, alpha=2, target_modules=("gate",)))
+    model = build()
+    spec = LoraSpec(rank=2, alpha=2, target_modules=(r".*layers.*(q_proj|gate)",), modules_to_save=("gate",))
+    assert add_lora(model, spec) == [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    assert {name for name in adapter_tensors(model) if "lora" not in name} == {
+        f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)
+    }
+    compute_logits(model, [torch.arange(9)])
 
 
 @pytest.mark.parametrize(
