@@ -44,7 +44,7 @@ from prime_rl.trainer.models.placement import limit_threads
 from prime_rl.trainer.models.value import VALUE, ValueModel, add_critic, without_critic
 from prime_rl.trainer.optim import MasterWeights, build_optimizer, build_schedule
 from prime_rl.trainer.parallel.gradients import Gradients
-from prime_rl.trainer.parallel.pipeline_parallel import Pipeline, PipelineLM
+from prime_rl.trainer.parallel.pipeline_parallel import Pipeline, PipelineLM, check_trained
 from prime_rl.trainer.parallel.splitting import split_model
 from prime_rl.trainer.parallel_dims import Mesh, build_mesh, init_process_group
 from prime_rl.trainer.sharded_checkpoint import ShardMap, ShardSlices, gather_full_tensors, gather_shard_map
@@ -385,6 +385,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         shard_model(model, config.model, placement, mesh)
     parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     shard_map = gather_shard_map(parameters, ranks, cuts)
+    check_trained(shard_map, mesh.pp.size, ranks.size)
     compute_norm, after_step = None, None
     if ranks.size > 1:
         compute_norm = Gradients(parameters, shard_map, mesh, ranks).compute_norm

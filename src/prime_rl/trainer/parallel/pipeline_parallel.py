@@ -22,6 +22,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.moe import record_expert_load
 from prime_rl.trainer.parallel_dims import MeshAxisGroup
+from prime_rl.trainer.sharded_checkpoint import ShardMap
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,17 @@ def check_layers(num_layers: int, pp: int, stages_each: int) -> None:
     if pp > 1 and num_layers < pp * stages_each:
         raise ValueError(
             f"parallel.pp {pp} * pp_stages {stages_each} needs at least that many layers, the model has {num_layers}"
+        )
+
+
+def check_trained(shard_map: ShardMap, pp: int, num_ranks: int) -> None:
+    """`ValueError`, on all ranks alike, when a rank of the pipeline has no trained parameters, as LoRA may leave it."""
+    owners = {rank for parts in shard_map.by_name.values() for ranks in parts.values() for rank in ranks}
+    trained = {rank // (num_ranks // pp) for rank in owners}  # pipeline ranks are outermost
+    if missing := sorted(set(range(pp)) - trained):
+        raise ValueError(
+            f"parallel.pp {pp} leaves rank {missing[0]} of the pipeline without trained parameters: adapt layers of "
+            "every rank with model.lora.target_modules, or lower parallel.pp"
         )
 
 

@@ -20,11 +20,11 @@ from prime_rl.trainer.model import DeviceConfig
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.parallel.context_parallel import check_heads, find_token_indices, repeat_heads
-from prime_rl.trainer.parallel.pipeline_parallel import check_layers, split_layers
+from prime_rl.trainer.parallel.pipeline_parallel import check_layers, check_trained, split_layers
 from prime_rl.trainer.parallel.tensor_parallel import check_shape, find_split_dim, split_parameters
 from prime_rl.trainer.parallel_dims import Mesh, MeshAxisGroup
 from prime_rl.trainer.parallel_dims import ParallelDims as SameDims
-from prime_rl.trainer.sharded_checkpoint import ROWS, ShardSlice, open_shards, save_shards
+from prime_rl.trainer.sharded_checkpoint import ROWS, ShardMap, ShardSlice, open_shards, save_shards
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.batching import pack_samples
 from rollouts.training.types import Sample, TeacherTable
@@ -76,6 +76,17 @@ def test_indivisible_shapes_are_rejected() -> None:
 
 def test_layers_are_split_evenly() -> None:
     assert split_layers(7, 3) == [range(3), range(3, 5), range(5, 7)]
+
+
+@pytest.mark.parametrize(("owners", "missing"), [([0, 1, 2], None), ([0, 1], 1), ([2, 3], 0)])
+def test_every_rank_of_a_pipeline_needs_parameters(owners: list[int], missing: int | None) -> None:
+    """Four ranks in two stages; a slice is on some ranks of a stage."""
+    shard_map = ShardMap({}, {f"lora_A.{rank}": {ShardSlice((0,), (1,), (1,)): [rank]} for rank in owners})
+    if missing is None:
+        check_trained(shard_map, 2, 4)
+        return
+    with pytest.raises(ValueError, match=rf"parallel\.pp 2 leaves rank {missing} of the pipeline without"):
+        check_trained(shard_map, 2, 4)
 
 
 @pytest.mark.parametrize("style", ["ulysses", "ring"])
