@@ -312,9 +312,10 @@ class Backend:
         return build(self.whole, tensors) if self.ranks.rank == 0 else {}
 
     def pop_expert_load(self) -> dict[str, float]:
-        """Expert load imbalance over all ranks since the last call (collective)."""
+        """Expert load imbalance of the policy over all ranks since the last call (collective)."""
         loads: dict[str, list[float]] = {}
-        for data in self.ranks.gather_bytes(json.dumps(pop_expert_load(self.model)).encode()):
+        own = without_critic(pop_expert_load(self.model))
+        for data in self.ranks.gather_bytes(json.dumps(own).encode()):
             for name, load in json.loads(data).items():
                 loads[name] = [a + b for a, b in zip(loads.get(name, [0.0] * len(load)), load, strict=True)]
         return compute_imbalance(loads)

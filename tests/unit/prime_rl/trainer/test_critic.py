@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from prime_rl.runtime.tokenizer import ASSETS_DIR
+from prime_rl.trainer import backend as backend_module
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.models.value import without_critic
@@ -178,6 +181,19 @@ def test_an_adapter_is_published_without_its_critic() -> None:
     assert names and all("lora_" in name and "value" not in name for name in names)
     own = set(backend.parameters) - set(without_critic(backend.parameters))
     assert any("lora_" in name for name in own) and {"value.head.weight", "value.head.bias"} <= own
+
+
+def test_router_metrics_are_those_of_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = json.loads((ASSETS_DIR / "tiny-qwen3" / "config.json").read_text(encoding="utf-8"))
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, **experts, "mlp_only_layers": []}))
+    config = make_config(model={"name": str(tmp_path), "seq_len": 32, "debug": {"random_init": True, "num_layers": 1}})
+    backend = build_backend(config)
+    update(backend, config, pack_share(draw(config), 32, rows=8).micros)
+    measured: list[set[str]] = []
+    monkeypatch.setattr(backend_module, "compute_imbalance", lambda loads: measured.append(set(loads)))
+    backend.pop_expert_load()
+    assert measured == [{"model.layers.0.mlp"}]
 
 
 def test_the_critic_has_a_rate_of_its_own() -> None:
