@@ -16,6 +16,7 @@ import msgspec
 
 from nanochat import prime_rl_figures as figures
 from nanochat.env_file import read_variable
+from rollouts.training.files import replace_file
 from rollouts.training.metrics import JSONLLogger, load_jsonl
 
 DEFAULT_TAGS = ("prime-rl", "nanochat", "aquarat", "reinforcement-learning")
@@ -204,9 +205,7 @@ class OfflineWandbRun:
         rows = list(load_jsonl(path))
         kept = [row for row in rows if row.get("step", 0) <= step]
         if len(kept) < len(rows):
-            temporary = path.with_suffix(".tmp")
-            temporary.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
-            temporary.replace(path)
+            replace_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
 
     def log(self, data: Mapping[str, Any]) -> None:
         """Append a line of metrics, and write other values as figures."""

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollouts.training.files import replace_file
 from rollouts.training.metrics import append_jsonl, load_jsonl
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ def write_search(folder: Path, search: Search) -> None:
         "rollouts": search.num_rollouts,
         "front": {str(number): wins for number, wins in front.items()},
     }
-    _replace(folder / "candidates.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    _replace(folder / "best.md", best.text)
-    _replace(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    replace_file(folder / "candidates.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    replace_file(folder / "best.md", best.text)
+    replace_file(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 
 def to_row(candidate: Candidate, texts: dict[int, str]) -> dict[str, Any]:
@@ -71,9 +72,3 @@ def to_row(candidate: Candidate, texts: dict[int, str]) -> dict[str, Any]:
         "text": candidate.text,
         "diff": "\n".join(list(lines)[2:]),
     }
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

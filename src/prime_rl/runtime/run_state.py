@@ -20,6 +20,7 @@ from types import TracebackType
 from prime_rl.runtime.interrupts import SUDDEN_END
 from prime_rl.runtime.process import ChildFailed
 from prime_rl.runtime.run_dir import RunDir
+from rollouts.training.files import replace_file
 
 HEARTBEAT_S = 10.0
 MAX_REASON = 200
@@ -144,10 +145,7 @@ class StateRecorder:
         if not self._is_owner:
             return
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_bytes(content)
-            temporary.replace(self._path)
+            replace_file(self._path, content)
 
 
 def describe_end(error: BaseException | None) -> tuple[str, str | None]:

@@ -17,6 +17,7 @@ from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.perf import peak_memory_gib
 from prime_rl.training_api.futures import Future
 from prime_rl.training_api.wire import CLASSES
+from rollouts.training.files import replace_file
 from rollouts.training.metrics import append_jsonl, load_jsonl
 
 MAX_TENANTS = 256
@@ -101,9 +102,7 @@ class ServerMetrics:
         append_jsonl(self.files.metrics, [{**head, **row}])
         for owner in [owner for owner in self.tenants if owner not in current][:-MAX_TENANTS]:
             del self.tenants[owner]
-        temporary = self.files.tenants.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.describe(current)), encoding="utf-8")
-        temporary.replace(self.files.tenants)
+        replace_file(self.files.tenants, json.dumps(self.describe(current)))
 
     def describe(self, current: Mapping[str, Mapping[str, int]]) -> Sequence[Mapping[str, Any]]:
         """One row per tenant, the most recent one first; a tenant is named by the start of the digest of its key."""

@@ -14,6 +14,7 @@ from prime_rl.configuration.errors import ConfigError, join_errors, translate
 from prime_rl.configuration.merge import ConfigBuilder
 from prime_rl.configuration.schema import KeyPath, default_of, field_schema, variant
 from prime_rl.configuration.sources import apply_options, read_arguments, read_environment, read_file
+from rollouts.training.files import replace_file
 
 __all__ = [
     "BaseConfig",
@@ -170,11 +171,7 @@ def write_config(config: BaseConfig, path: Path, provenance: Mapping[str, str] |
     """
     from prime_rl.configuration.render import render_toml
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.touch(0o600)
-    temporary.write_text(render_toml(config, config.provenance if provenance is None else provenance), encoding="utf-8")
-    temporary.replace(path)
+    replace_file(path, render_toml(config, config.provenance if provenance is None else provenance), mode=0o600)
 
 
 def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from prime_rl.orchestrator.distillation.teacher import Teacher
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import Environment
+from rollouts.training.files import replace_file
 from rollouts.training.metrics import compute_gap_closed
 from rollouts.training.objectives import MAX_LOG_RATIO
 from rollouts.training.types import Sample
@@ -271,11 +272,8 @@ class BaselineEvaluator:
         path = self._baseline_path(name)
         if not is_new and not path.exists():
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = {"student": baseline.before, "teacher": baseline.teacher, "best": baseline.best}
-        temporary = path.with_name(f".{path.name}")
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, json.dumps(content))
 
     def _load_baseline(self, name: str, role: str = "student") -> Any:
         """Scores before training ("best": of all versions), written by the first attempt of this run; [] if unknown."""
@@ -285,8 +283,9 @@ class BaselineEvaluator:
         except FileNotFoundError:
             return []
         except (ValueError, AttributeError) as error:
-            logger.warning(f"{path} is damaged, so the scores before training are unknown: {error}")
-            path.unlink()  # scores of a later version must not replace them
+            # Moved away: `_save_baseline` would complete it with scores of a later version.
+            moved = path.replace(path.with_suffix(".damaged"))
+            logger.warning(f"{path} was damaged, so the scores before training are unknown: now {moved} ({error})")
             return []
 
     def _baseline_path(self, name: str) -> Path:

@@ -161,18 +161,11 @@ def test_logs_that_a_job_has_open_stay_in_place(tmp_path: Path) -> None:
     assert (tmp_path / "attempts" / "1" / "logs" / "inference.log").exists()
 
 
-def test_clean_spares_the_weights_it_starts_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["model.name", "orchestrator.teacher_model.model.name"])
+def test_clean_spares_the_weights_it_starts_from(tmp_path: Path, key: str) -> None:
     model = publish(tmp_path / "weights", 3)
-    config = parse("--output_dir", str(tmp_path), "--clean", "--model.name", str(model))
-    with pytest.raises(ValueError, match=r"model\.name"):
-        output_dir.prepare_output_dir(config)
-    assert complete_steps(tmp_path / "weights") == [3]
-
-
-def test_clean_spares_the_weights_of_the_teacher(tmp_path: Path) -> None:
-    model = publish(tmp_path / "weights", 3)
-    config = parse("--output_dir", str(tmp_path), "--clean", "--orchestrator.teacher_model.model.name", str(model))
-    with pytest.raises(ValueError, match=r"teacher_\w+\.model\.name"):
+    config = parse("--output_dir", str(tmp_path), "--clean", f"--{key}", str(model))
+    with pytest.raises(ValueError, match=r"model\.name .* is in .*, which --clean would empty"):
         output_dir.prepare_output_dir(config)
     assert complete_steps(tmp_path / "weights") == [3]
 

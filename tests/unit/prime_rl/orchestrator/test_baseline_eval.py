@@ -241,7 +241,8 @@ def test_a_damaged_file_of_baselines_is_unknown(tmp_path: Path, content: str) ->
     sink = logger.add(lines.append, level="WARNING")
     assert evaluator._load_baseline("world") == evaluator._load_baseline("world", "best") == []
     logger.remove(sink)
-    assert len(lines) == 1 and "baseline_world.json is damaged" in lines[0]
+    assert len(lines) == 1 and "baseline_world.json was damaged" in lines[0]
+    assert path.with_suffix(".damaged").read_text() == content
     evaluator._save_baseline("world", Baseline([0.5], [0.9]), is_new=False)
     assert evaluator._load_baseline("world") == [], "a later version's scores are not those before training"
 
