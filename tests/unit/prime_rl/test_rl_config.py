@@ -493,6 +493,12 @@ def test_losses_of_environments_reach_the_trainer(tmp_path: Path) -> None:
         RLConfig.model_validate({"orchestrator": {"env": [env]}})
 
 
+def test_the_loss_of_a_taskset_goes_by_its_id() -> None:
+    env = {"taskset": {"id": "reverse-text-v1"}, "python": "python3", "loss": {"type": "dapo"}}
+    config = RLConfig.model_validate({"orchestrator": {"env": [env, {"id": "reverse-text"}]}})
+    assert list(config.trainer.env_loss) == ["reverse-text-v1"]
+
+
 def test_a_critic_takes_rewards_without_a_baseline() -> None:
     for options in ({}, {"loss": {"type": "grpo"}}, {"loss": {"type": "ppo"}}):
         config = RLConfig.model_validate({"trainer": {"critic": {}, **options}})
