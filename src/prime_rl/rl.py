@@ -78,11 +78,9 @@ def check_inputs(config: RLConfig) -> None:
     check_trackers(config.trainer)
     check_trackers(config.orchestrator)
     advantage = config.orchestrator.advantage
-    if config.trainer.loss.import_path is not None or (advantage is not None and advantage.import_path is not None):
-        sys.path.append(str(Path.cwd()))  # the processes, started by `python -m`, import from there
-        config.trainer.loss.import_custom()
-        if advantage is not None:
-            advantage.import_custom()
+    config.trainer.loss.import_custom()
+    if advantage is not None:
+        advantage.import_custom()
     model_dir = resolve_model_dir(config.model.name)
     check_weights(model_dir, config.model.debug.random_init)
     check_contexts(config.orchestrator, config.inference, config.teacher_inference)

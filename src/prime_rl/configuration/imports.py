@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def import_function(path: str, key: str) -> Callable[..., Any]:
-    """The function at `package.module:name`, the value of configuration key `key`; `ValueError` if there is none."""
+    """The function at `package.module:name`, the value of configuration key `key`; `ValueError` if there is none.
+
+    Modules may be in the working directory, which a console script does not have on its path.
+    """
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
     module, _, name = path.partition(":")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,13 @@ from prime_rl.configuration.imports import import_function
 
 def test_function_is_imported_by_name() -> None:
     assert import_function("math:exp", "loss.import_path") is math.exp
+
+
+def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "functions_of_a_user.py").write_text("def hint(example, rng):\n    return 'a'\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert import_function("functions_of_a_user:hint", "context_fn")({}, None) == "a"
 
 
 @pytest.mark.parametrize(
