@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from datetime import date, time
 from enum import Enum
 from typing import Any
 
@@ -32,6 +33,8 @@ def render_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(str(key))} = {render_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple | set | frozenset):

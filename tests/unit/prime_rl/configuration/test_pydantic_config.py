@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from datetime import UTC
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -401,7 +402,10 @@ plain_values = st.recursive(
     st.booleans()
     | st.integers(-(2**40), 2**40)
     | st.floats(allow_nan=False)
-    | st.text(max_size=8).filter(lambda s: s != "None"),
+    | st.text(max_size=8).filter(lambda s: s != "None")
+    | st.dates()
+    | st.times()
+    | st.datetimes(timezones=st.sampled_from([None, UTC])),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
