@@ -45,7 +45,7 @@ def read_environment(builder: ConfigBuilder, environ: Mapping[str, str]) -> list
     """Merge PRIME_A__B variables into the draft; returns one warning per variable that matches no key."""
     warnings = []
     names = (name for name in environ if name.startswith(PREFIX) and not name.startswith(CREDENTIALS))
-    paths = {name: tuple(name[len(PREFIX) :].lower().split("__")) for name in sorted(filter(environ.get, names))}
+    paths = {name: _read_name(builder, name) for name in sorted(filter(environ.get, names))}
     for name, path in sorted(paths.items(), key=lambda item: not builder.goes_first(item[1])):
         if builder.find(path):
             with builder.collect_errors():
@@ -55,6 +55,16 @@ def read_environment(builder: ConfigBuilder, environ: Mapping[str, str]) -> list
         hint = f"; did you mean {PREFIX}{near.upper().replace('.', '__')}?" if near else ""
         warnings.append(f"{name} is not a key of {builder.prog}, it has no effect{hint}")
     return warnings
+
+
+def _read_name(builder: ConfigBuilder, name: str) -> KeyPath:
+    """The key of a variable: in lower case, except that keys of a free-form table may be in mixed case."""
+    path: KeyPath = ()
+    for part in name[len(PREFIX) :].split("__"):
+        located = builder.find(path)
+        is_free = located is not None and located[1].kind in ("dict", "any")
+        path = (*path, part if is_free and not part.isupper() else part.lower())
+    return path
 
 
 def read_arguments(builder: ConfigBuilder, argv: Sequence[str]) -> Arguments:

@@ -219,6 +219,11 @@ def test_variables_reach_sections_lists_and_none() -> None:
     assert config.ids == [1, 2] and config.env == [EnvConfig(id="e")]
 
 
+def test_variables_keep_mixed_case_in_free_form_tables() -> None:
+    config = parse(PRIME_EXTRA__maxLen="1", PRIME_EXTRA__DEEP__dataDir="a", PRIME_EXTRA__LAST="2", PRIME_Name="n")
+    assert config.extra == {"maxLen": 1, "deep": {"dataDir": "a"}, "last": 2} and config.name == "n"
+
+
 # Spellings on the command line
 
 
