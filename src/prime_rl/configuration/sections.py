@@ -286,6 +286,15 @@ class DebugModelConfig(BaseConfig):
     """Seed of the random weights."""
 
 
+REWEIGHTING: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+}
+"""Request fields that change the odds of tokens, with the values that do not."""
+
+
 class SamplingConfig(BaseConfig):
     """Sampling parameters."""
 
@@ -296,7 +305,7 @@ class SamplingConfig(BaseConfig):
     """Maximum tokens of one completion; unset: limited by the context length."""
 
     min_tokens: int = Field(default=0, ge=0)
-    """Minimum tokens before an end token is allowed."""
+    """Minimum tokens before an end token is allowed; log-probs before are those without end tokens."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this probability (nucleus sampling)."""
@@ -324,6 +333,14 @@ class SamplingConfig(BaseConfig):
         """The first parameter that excludes tokens from sampling; None if there is none."""
         is_set = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
         return next((name for name, given in is_set.items() if given), None)
+
+    @property
+    def reweighting(self) -> str | None:
+        """The first parameter that changes the odds of the remaining tokens; None if there is none."""
+        if self.repetition_penalty != 1:
+            return "repetition_penalty"
+        found = (name for name, neutral in REWEIGHTING.items() if self.extra_body.get(name) not in neutral)
+        return next((f"extra_body.{name}" for name in found), None)
 
 
 class GenerationModelConfig(BaseConfig):

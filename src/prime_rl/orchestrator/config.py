@@ -394,6 +394,11 @@ class OrchestratorConfig(TrackersConfig):
                 f"sampling.extra_body.{name} restricts sampling by a grammar, whose log-probs are not those of the "
                 "trained policy: leave it out in training"
             )
+        if (name := self.sampling.reweighting) is not None:
+            raise ValueError(
+                f"sampling.{name} changes log-probs, which are then not those of the trained policy: leave "
+                "it out in training; for evaluations set it in eval.sampling"
+            )
         return self
 
     @model_validator(mode="after")

@@ -308,11 +308,13 @@ class BaselineEvaluator:
     def _can_compare(self, name: str, sampling: SamplingConfig) -> bool:
         """Whether samples have log-probs of whole distributions at the teacher's temperature; logs it if not."""
         is_same = sampling.temperature == self.teacher.scorer.temperature
-        key = sampling.truncation if is_same else "temperature"
+        key = sampling.truncation or sampling.reweighting if is_same else "temperature"
+        if key is None and sampling.min_tokens:
+            key = "min_tokens"
         if key is not None:
             logger.info(
-                f"{name}: kl_* and entropy are not measured, because sampling.{key} = {getattr(sampling, key)} of the "
-                "evaluation makes its log-probs incomparable with the teacher's"
+                f"{name}: kl_* and entropy are not measured, because sampling.{key} of the evaluation makes its "
+                "log-probs incomparable with the teacher's"
             )
         return key is None
 

@@ -113,10 +113,19 @@ def test_divergences_are_over_the_tokens_with_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "is_measured"), [({}, True), ({"top_p": 0.9}, False), ({"min_p": 0.1}, False), ({"top_k": 5}, False)]
+    ("sampling", "is_measured"),
+    [
+        ({}, True),
+        ({"top_p": 0.9}, False),
+        ({"min_p": 0.1}, False),
+        ({"top_k": 5}, False),
+        ({"min_tokens": 5}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"extra_body": {"logit_bias": {"5": 1.0}}}, False),
+    ],
 )
-def test_truncated_samples_have_no_divergences(tmp_path: Path, sampling: dict[str, Any], is_measured: bool) -> None:
-    """Their log-probs are of the tokens that are left, the teacher's of the whole vocabulary."""
+def test_changed_distributions_have_no_divergences(tmp_path: Path, sampling: dict[str, Any], is_measured: bool) -> None:
+    """Their log-probs are of the tokens that are left or reweighted, the teacher's of its whole distribution."""
     config = OrchestratorConfig.model_validate(
         {"env": [{"id": "world"}], "eval": {}, "teacher_model": {"context": "C ", "eval_baseline": True}}
     )

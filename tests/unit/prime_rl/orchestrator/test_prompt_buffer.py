@@ -265,8 +265,21 @@ def test_length_penalties_in_closed_form() -> None:
         ({"strict_async_level": True, "oversampling_factor": 2}, "choose one of them"),
         ({"length_penalty": {"type": "overlong"}}, "needs sampling.max_tokens"),
         ({"length_penalty": {"type": "overlong", "window": 1}}, "needs sampling.max_tokens"),
+        (
+            {"sampling": {"repetition_penalty": 1.1}},
+            r"sampling\.repetition_penalty changes .* set it in eval\.sampling",
+        ),
+        ({"sampling": {"extra_body": {"logit_bias": {"5": 1.0}}}}, r"sampling\.extra_body\.logit_bias changes"),
+        ({"sampling": {"extra_body": {"presence_penalty": 0.5}}}, r"sampling\.extra_body\.presence_penalty changes"),
     ],
 )
 def test_contradictory_settings_raise(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OrchestratorConfig.model_validate(values)
+
+
+def test_neutral_penalties_and_those_of_evaluations_are_kept() -> None:
+    neutral = {"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": None, "repetition_penalty": 1.0}
+    OrchestratorConfig.model_validate(
+        {"sampling": {"extra_body": neutral, "min_tokens": 2}, "eval": {"sampling": {"repetition_penalty": 1.1}}}
+    )
