@@ -394,6 +394,11 @@ class OrchestratorConfig(TrackersConfig):
                 f"sampling.extra_body.{name} restricts sampling by a grammar, whose log-probs are not those of the "
                 "trained policy: leave it out in training"
             )
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature = 0 is greedy decoding, which has no log-probs to train on: set it above 0; for "
+                "evaluations set eval.sampling.temperature"
+            )
         if (name := self.sampling.reweighting) is not None:
             raise ValueError(
                 f"sampling.{name} changes log-probs, which are then not those of the trained policy: leave "

@@ -265,6 +265,7 @@ def test_length_penalties_in_closed_form() -> None:
         ({"strict_async_level": True, "oversampling_factor": 2}, "choose one of them"),
         ({"length_penalty": {"type": "overlong"}}, "needs sampling.max_tokens"),
         ({"length_penalty": {"type": "overlong", "window": 1}}, "needs sampling.max_tokens"),
+        ({"sampling": {"temperature": 0}}, r"greedy decoding.* set eval\.sampling\.temperature"),
         (
             {"sampling": {"repetition_penalty": 1.1}},
             r"sampling\.repetition_penalty changes .* set it in eval\.sampling",
@@ -281,5 +282,8 @@ def test_contradictory_settings_raise(values: dict[str, Any], message: str) -> N
 def test_neutral_penalties_and_those_of_evaluations_are_kept() -> None:
     neutral = {"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": None, "repetition_penalty": 1.0}
     OrchestratorConfig.model_validate(
-        {"sampling": {"extra_body": neutral, "min_tokens": 2}, "eval": {"sampling": {"repetition_penalty": 1.1}}}
+        {
+            "sampling": {"extra_body": neutral, "min_tokens": 2},
+            "eval": {"sampling": {"temperature": 0, "repetition_penalty": 1.1}},
+        }
     )
