@@ -101,18 +101,29 @@ def check_contexts(
 def _fill_self_teacher(tables: ConfigTables) -> None:
     """Set context and weights of the teacher from a preset of self-distillation, unless they are given."""
     loss_type = str(tables.get("trainer.loss.type"))
-    given = _given_keys(tables)
+    given = _set_keys(tables.section(TEACHER))
+    has_source = given & {"context_from", "context", "context_file", "context_fn"} or not _uses_default_context(tables)
     for name, value in SELF_TEACHERS.get(loss_type, {}).items():
-        has_source = name == "context_from" and given & {"context_from", "context", "context_file", "context_fn"}
-        if not has_source and name not in given:
+        if name not in given and not (name == "context_from" and has_source):
             tables.set(f"{TEACHER}.{name}", value, f"trainer.loss.type {loss_type}")
+
+
+def _uses_default_context(tables: ConfigTables) -> bool:
+    """Whether an environment has a teacher with a context, but no context of its own."""
+    envs = [env for env in tables.get("orchestrator.env", None) or [{}] if isinstance(env, dict)]
+    taught = [_set_keys(env) for env in envs if env.get("teacher") in (None, "context")]
+    return any(not keys & {"context_from", *CONTEXT_SOURCES} for keys in taught)
 
 
 def _given_keys(tables: ConfigTables) -> set[str]:
     """Keys that the teacher or an environment sets."""
     envs = tables.get("orchestrator.env", [])
     sections = [tables.section(TEACHER), *(env for env in envs if isinstance(env, dict))]
-    return {name for section in sections for name, value in section.items() if value is not None}
+    return {name for section in sections for name in _set_keys(section)}
+
+
+def _set_keys(section: dict[str, Any]) -> set[str]:
+    return {name for name, value in section.items() if value is not None}
 
 
 def _fill_taus(tables: ConfigTables) -> None:

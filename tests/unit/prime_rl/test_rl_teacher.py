@@ -331,6 +331,22 @@ def test_self_distillation_sets_both_halves(
     assert build_objective(config.trainer.loss, 48).distill.direction == "reverse"
 
 
+@pytest.mark.parametrize(
+    ("envs", "context_from"),
+    [
+        ('[{"id": "a", "context": "A "}, {"id": "b"}]', "answer"),
+        ('[{"id": "a", "context": "A "}, {"id": "b", "teacher": "reference"}]', None),
+        ('[{"id": "a", "context_from": "sibling"}]', None),
+    ],
+)
+def test_self_distillation_fills_only_missing_contexts(envs: str, context_from: str | None) -> None:
+    config = parse(
+        "--trainer.loss.type", "opsd", "--orchestrator.rollouts_per_example", "4", "--orchestrator.env", envs
+    )
+    assert config.orchestrator.teacher_model is not None
+    assert config.orchestrator.teacher_model.context_from == context_from
+
+
 def test_context_beyond_the_window_is_refused_before_the_start(tmp_path: Path) -> None:
     keys = ("--model.name", "tiny-qwen3", "--teacher_inference.model.max_model_len", "64")
     config = parse(*keys, "--orchestrator.teacher_model.context", "short ")
