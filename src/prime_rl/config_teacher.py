@@ -6,6 +6,7 @@ import importlib.util
 import math
 from typing import Any
 
+from prime_rl.client.contexts import read_context_file
 from prime_rl.config_sharing import build_url, find_port, find_server, has_adapter
 from prime_rl.configuration.sections import BASE_MODEL
 from prime_rl.configuration.tables import ConfigTables
@@ -90,8 +91,8 @@ def check_contexts(
     sections = [("teacher_model", teacher), *((f"env.{i}", env) for i, env in enumerate(orchestrator.env))]
     for name, section in sections:
         text = section.context or ""
-        if section.context_file is not None and section.context_file.is_file():
-            text = section.context_file.read_text(encoding="utf-8")
+        if section.context_file is not None:
+            text = read_context_file(section.context_file)
         for key, use, server, window in servers:
             if server is not None:
                 what = f"orchestrator.{name}.{section.source}{use}"

@@ -1,8 +1,9 @@
-"""Insertion of contexts into prompts."""
+"""Contexts: their files, and their insertion into prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 Message = dict[str, Any]
@@ -47,6 +48,16 @@ def insert_text(prompt: str, context: Context, position: ContextPosition, separa
             f'a plain-text prompt only supports a text prefix: context_position = "user_prefix", not "{position}"'
         )
     return context + separator + prompt
+
+
+def read_context_file(path: Path) -> str:
+    """The text of a `context_file`, without a byte order mark; `ValueError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"context_file {path} is not text in UTF-8: save it in this encoding") from error
+    except OSError as error:
+        raise ValueError(f"context_file {path} cannot be read: {error.strerror}") from error
 
 
 def _join(text: str, content: Any) -> Any:

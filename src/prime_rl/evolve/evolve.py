@@ -59,12 +59,9 @@ def evolve(config: EvolveConfig) -> int:
 
 def read_context(config: EvolveConfig) -> str:
     """The initial context."""
-    if config.context_file is None:
-        return config.context
-    try:
-        return config.context_file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"context_file {config.context_file} cannot be read: {error.strerror}") from error
+    from prime_rl.client.contexts import read_context_file
+
+    return config.context if config.context_file is None else read_context_file(config.context_file)
 
 
 def check_proposer(config: EvolveConfig) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prime_rl.client.contexts import Context, ContextPosition, Message, insert_context, insert_text
+from prime_rl.client.contexts import Context, ContextPosition, Message, insert_context, insert_text, read_context_file
 from prime_rl.configuration.imports import import_function
 from prime_rl.orchestrator.config import TrainEnvConfig
 from prime_rl.orchestrator.distillation.config import ContextConfig, ContextFrom, TeacherConfig
@@ -36,10 +36,7 @@ def build_source(config: ContextConfig, seed: int, success_reward: float = 1.0) 
         text = config.context
         return lambda row, rollout, group: text
     if config.context_file is not None:
-        try:
-            read = config.context_file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"context_file {config.context_file} cannot be read: {error.strerror}") from error
+        read = read_context_file(config.context_file)
         return lambda row, rollout, group: read
     if config.context_template is not None:
         template = config.context_template
@@ -213,7 +210,7 @@ class ContextProvider:
         ]
         lines = list[str]()
         for where, config, position in configs:
-            text = config.context if config.context_file is None else config.context_file.read_text(encoding="utf-8")
+            text = config.context if config.context_file is None else read_context_file(config.context_file)
             if text and position == "user_prefix" and not self.teacher.separator and not text[-1].isspace():
                 lines.append(
                     f"the context of {where} ends with {text[-1]!r} and the prompt follows directly: end it with a "

@@ -449,6 +449,18 @@ def test_context_sources(tmp_path: Path) -> None:
         build_source(config.teacher_model.model_copy(update={"context_file": None, "context_fn": "no:where"}), 0)
 
 
+def test_context_files_are_utf8_with_or_without_a_mark(tmp_path: Path) -> None:
+    path = tmp_path / "c.md"
+    config = OrchestratorConfig.model_validate({"teacher_model": {"context_file": path}}).teacher_model
+    assert config is not None
+    path.write_bytes("\ufeffRäder\n".encode())
+    source = build_source(config, 0)
+    assert source is not None and source({}, None, ()) == "Räder\n"
+    path.write_bytes("Räder\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"context_file .*c\.md is not text in UTF-8: save it in this encoding"):
+        build_source(config, 0)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
