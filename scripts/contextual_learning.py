@@ -46,7 +46,7 @@ class Loop:
     results: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Run all rounds; ends early once every training or every held-out example is solved without a context."""
+        """Run all rounds; ends early once no context is found, or all training or held-out examples are solved."""
         file = self.output_dir / STEPS_FILE
         self.results = json.loads(file.read_text()) if file.is_file() else {}
         self.evaluate("start", self.model)
@@ -64,7 +64,7 @@ class Loop:
                 break
 
     def search(self, number: int, folder: Path, model: str) -> bool:
-        """Search the context of a round; False if every training example is solved without one."""
+        """Search the context of a round; False if every example is solved without one, or none improved the score."""
         title, before = (
             f"round {number}: search",
             self.output_dir / f"round_{number - 1}" / "evolve" / "evolve" / "best.md",
@@ -81,7 +81,7 @@ class Loop:
             found = folder / "evolve" / "evolve"
             summary = json.loads((found / "summary.json").read_text())
             self.record(title, {**summary, "context": (found / "best.md").read_text()})
-        return "is_solved" not in self.results[title]
+        return bool(self.results[title].get("context", "").strip())
 
     def distill(self, number: int, folder: Path, model: str) -> None:
         """Distill the context of a round into the weights."""
@@ -176,6 +176,8 @@ def format_report(results: Mapping[str, Any], model: str) -> str:
         before = after
     solved = [title.partition(":")[0] for title, result in results.items() if "is_solved" in result]
     lines += ["", f"Before {solved[0]} every training example is solved without a context."] if solved else []
+    failed = [title for title, result in results.items() if not result.get("context", "any").strip()]
+    lines += ["", f"No context improved the score in {failed[0].partition(':')[0]}."] if failed else []
     for number in range(1, len(texts)):
         pair = [text.splitlines() for text in texts[number - 1 : number + 1]]
         diff = list(difflib.unified_diff(*pair, lineterm=""))[2:]

@@ -51,13 +51,16 @@ def insert_text(prompt: str, context: Context, position: ContextPosition, separa
 
 
 def read_context_file(path: Path) -> str:
-    """The text of a `context_file`, without a byte order mark; `ValueError` if it cannot be read."""
+    """The text of a `context_file`, without a byte order mark; `ValueError` if it is empty or unreadable."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"context_file {path} is not text in UTF-8: save it in this encoding") from error
     except OSError as error:
         raise ValueError(f"context_file {path} cannot be read: {error.strerror}") from error
+    if not text.strip():
+        raise ValueError(f"context_file {path} is empty: write the context into it, or leave it out")
+    return text
 
 
 def _join(text: str, content: Any) -> Any:

@@ -259,8 +259,11 @@ def show_search(search: Search, config: EvolveConfig) -> None:
         f"\nBest context: candidate {best.number} of {len(search.candidates)} | Score: "
         f"{search.candidates[0].mean:.4f} -> {best.mean:.4f} | Rollouts: {search.num_rollouts} of {config.budget}\n"
         f"  context    {folder / 'best.md'}\n  candidates {folder / 'candidates.jsonl'}\n"
-        f"  distill    rl ... {format_teacher_options(folder / 'best.md', config)}\n"
     )
+    if best.text.strip():
+        sys.stdout.write(f"  distill    rl ... {format_teacher_options(folder / 'best.md', config)}\n")
+    else:
+        sys.stdout.write("No context improved the score: best.md is empty, there is nothing to distill\n")
 
 
 def format_teacher_options(context_file: Path, config: EvolveConfig) -> str:

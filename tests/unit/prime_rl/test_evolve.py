@@ -15,7 +15,7 @@ from fake_api import FakeApi, serve_api
 
 from prime_rl.config import RLConfig
 from prime_rl.evolve.config import EvolveConfig
-from prime_rl.evolve.evolve import check_proposer, evolve, format_teacher_options, run_search
+from prime_rl.evolve.evolve import check_proposer, evolve, format_teacher_options, run_search, show_search
 from prime_rl.evolve.proposer import extract_context
 from prime_rl.evolve.search import Candidate, Search, find_front, select_parent
 from prime_rl.generation.session import GenerationRun
@@ -233,6 +233,19 @@ def test_context_beyond_the_window_is_found_first(tmp_path: Path) -> None:
 def test_budget_below_the_first_context(api: FakeApi, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"budget = 2 is less than the \d rollouts of the first context: raise it"):
         run(build_config(tmp_path, budget=2), api)
+
+
+@pytest.mark.parametrize(("text", "is_found"), [("", False), ("a rule", True)])
+def test_only_a_context_is_offered_for_distillation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, is_found: bool
+) -> None:
+    config = build_config(tmp_path)
+    search = Search(config, [0], 1, lambda *_: None, lambda *_: None)  # type: ignore[arg-type, return-value]
+    search.candidates.append(Candidate(0, text, scores={0: 0.5}))
+    show_search(search, config)
+    shown = capsys.readouterr().out
+    assert ("distill" in shown and "context-file" in shown) == is_found
+    assert ("No context improved the score" in shown) != is_found
 
 
 @pytest.mark.parametrize("separator", ["\n", "it's\\\n\t", "---", ""])

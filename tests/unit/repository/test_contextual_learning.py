@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ class FakeStages:
         fail_at: int = -1,
         is_adapter: bool = False,
         failure: Exception | None = None,
+        contexts: Sequence[str] = (),
     ) -> None:
+        self.contexts = contexts or [f"rule {number}" for number in range(1, 9)]
         self.scores, self.fail_at, self.is_adapter = scores, fail_at, is_adapter
         self.failure = failure or RuntimeError("interrupted")
         self.commands: list[tuple[str, str, tuple[str, ...]]] = []
@@ -54,7 +57,7 @@ class FakeStages:
         number = len([one for one in self.commands if one[1] == command])
         if command == "evolve":
             write(out / "evolve" / "summary.json", {"initial_mean": 0.1, "mean": 0.5 + number / 10, "rollouts": 9})
-            (out / "evolve" / "best.md").write_text(f"rule {number}")
+            (out / "evolve" / "best.md").write_text(self.contexts[number - 1])
         elif command == "rl":
             (out / "weights" / "step_3").mkdir(parents=True)
             (out / "weights" / "step_3" / "STABLE").touch()
@@ -121,6 +124,15 @@ def test_loop_ends_when_training_examples_are_solved(tmp_path: Path) -> None:
     assert "| 1 | 0.100 -> 0.600 |" in report and "Before round 2 every training example is solved" in report
     with pytest.raises(ChildFailed):
         run(tmp_path / "b", FakeStages([0.0], 1, failure=WrongInput("evolve: budget = 1 is less than")))
+
+
+def test_loop_ends_when_no_context_is_found(tmp_path: Path) -> None:
+    stages = FakeStages([0.0, 0.4], contexts=["rule 1", ""])
+    for _ in range(2):  # the second time nothing is left to do
+        run(tmp_path, stages, rounds=3)
+        assert [command for _, command, _ in stages.commands] == ["eval", "evolve", "rl", "eval", "evolve"]
+    report = (tmp_path / "report.md").read_text()
+    assert "| 1 | 0.100 -> 0.600 |" in report and "No context improved the score in round 2." in report
 
 
 def test_adapters_are_merged_for_the_next_round(tmp_path: Path) -> None:

@@ -95,6 +95,10 @@ class ContextConfig(BaseConfig):
             raise ValueError(f'context_from = "{self.context_from}" and {given[0]} both set the context: remove one')
         if self.context_from == "row" and not given:
             raise ValueError(f'context_from = "row" needs one of {", ".join(CONTEXT_SOURCES)}: set one')
+        if self.context is not None and not self.context.strip():
+            raise ValueError(
+                'context is empty: write one, or leave it out; an environment has none with teacher = "reference"'
+            )
         if self.context_template is not None:
             check_template(self.context_template, self.context_from or "row")
         return self

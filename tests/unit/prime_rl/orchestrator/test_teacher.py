@@ -456,6 +456,9 @@ def test_context_files_are_utf8_with_or_without_a_mark(tmp_path: Path) -> None:
     path.write_bytes("\ufeffRäder\n".encode())
     source = build_source(config, 0)
     assert source is not None and source({}, None, ()) == "Räder\n"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match=r"context_file .*c\.md is empty: write the context into it"):
+        build_source(config, 0)
     path.write_bytes("Räder\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"context_file .*c\.md is not text in UTF-8: save it in this encoding"):
         build_source(config, 0)
@@ -465,6 +468,8 @@ def test_context_files_are_utf8_with_or_without_a_mark(tmp_path: Path) -> None:
     ("config", "words"),
     [
         ({"teacher_model": {"context": "a", "context_file": "b"}}, "both set the context"),
+        ({"teacher_model": {"context": " \n"}}, "context is empty: write one"),
+        ({"teacher_model": {}, "env": [{"id": "a", "context": ""}]}, 'has none with teacher = "reference"'),
         ({"teacher_model": {"eval_baseline": True}}, r"\[orchestrator.eval\]"),
         ({"env": [{"id": "a", "context": "b"}]}, "there is no teacher"),
         ({"teacher_model": {}, "env": [{"id": "a", "context": "b", "teacher": "reference"}]}, "remove one of them"),
