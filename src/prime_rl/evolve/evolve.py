@@ -252,8 +252,8 @@ def show_search(search: Search, config: EvolveConfig) -> None:
     best, folder = search.best, RunDir(config.output_dir).evolve
     if search.num_repeats >= config.max_repeats:
         sys.stdout.write(
-            f"\nThe last {search.num_repeats} proposals were empty or repeated an earlier context: raise "
-            "proposer.sampling.temperature, or use another proposer\n"
+            f"\nThe last {search.num_repeats} proposals were empty, cut off or repeated an earlier context: raise "
+            "proposer.sampling.temperature or max_tokens, or use another proposer\n"
         )
     sys.stdout.write(
         f"\nBest context: candidate {best.number} of {len(search.candidates)} | Score: "

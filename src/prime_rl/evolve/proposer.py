@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 PROPOSAL_STREAM = 2**20
 """Rollout number of proposals in request seeds, beyond those of rollouts."""
-FENCE = re.compile(r"```[^\n]*\n(.*?)\n?```", re.DOTALL)
+FENCE = re.compile(r"\s*(`{3,})([^`]*)$")
+"""A line that opens a block, or closes it if nothing follows."""
 
 Proposer = Callable[[int, str, Sequence[Mapping[str, Any]]], Awaitable[str]]
 """(candidate number, context of the parent, examples) -> new context."""
@@ -52,15 +53,33 @@ def _build_model_proposer(config: ProposerConfig, model: str, client: Any, seed:
         )
         args = build_chat_request(build_request(config.sampling, request_seed, client.base_url))
         answer = await client.chat.completions.create(model=model, messages=[{"role": "user", "content": text}], **args)
-        return extract_context(answer.choices[0].message.content or "")
+        choice = answer.choices[0]
+        return extract_context(choice.message.content or "", is_cut=choice.finish_reason == "length")
 
     return propose
 
 
-def extract_context(reply: str) -> str:
-    """The text of the last fenced block of a reply, else the whole reply."""
-    blocks = FENCE.findall(reply)
-    return (blocks[-1] if blocks else reply).strip()
+def extract_context(reply: str, is_cut: bool = False) -> str:
+    """The text of the last fenced block of a reply, of one without its end, else the whole reply.
+
+    A fence with a language opens a block inside of another one. "" if the reply was cut inside of a block.
+    """
+    lines, found = reply.split("\n"), None
+    opened: list[tuple[int, str]] = []
+    for number, line in enumerate(lines):
+        if (match := FENCE.match(line)) is None or (opened and len(match[1]) < len(opened[-1][1])):
+            continue
+        if not opened or match[2].strip():
+            opened.append((number, match[1]))
+            continue
+        first, _ = opened.pop()
+        if not opened:
+            found = lines[first + 1 : number]
+    if opened and is_cut:
+        return ""
+    if found is None:
+        found = lines[opened[0][0] + 1 :] if opened else lines
+    return "\n".join(found).strip()
 
 
 def describe_result(prompt: Any, result: Result) -> dict[str, Any]:

@@ -195,9 +195,27 @@ def test_model_proposer_reads_examples_and_seeds_repeat(api: FakeApi, tmp_path: 
     assert WRONG in request and "Reference answer: " in request and sorted(seeds[0]) == sorted(seeds[1])
 
 
-def test_last_fenced_block_is_the_context() -> None:
-    assert extract_context("a\n```\nx\n```\nb\n```text\ny\nz\n```") == "y\nz"
-    assert extract_context(" plain ") == "plain"
+@pytest.mark.parametrize(
+    ("reply", "context"),
+    [
+        ("a\n```\nx\n```\nb\n```text\ny\nz\n```", "y\nz"),
+        (" plain ", "plain"),
+        ("Use ``` here.\n```x```", "Use ``` here.\n```x```"),
+        ("New:\n```\nWrite\n```python\nx\n```\nand stop.\n```\nDone.", "Write\n```python\nx\n```\nand stop."),
+        ("````md\nWrite\n```\nx\n```\n````", "Write\n```\nx\n```"),
+        ("New:\n```\nx\ny", "x\ny"),
+        ("New:\n```\nWrite\n```python\nx\n```\nand stop.", "Write\n```python\nx\n```\nand stop."),
+        ("", ""),
+    ],
+)
+def test_last_fenced_block_is_the_context(reply: str, context: str) -> None:
+    assert extract_context(reply) == context
+
+
+def test_reply_that_is_cut_inside_a_block_is_empty() -> None:
+    assert extract_context("```\na\n```\nNew:\n```\nx", is_cut=True) == ""
+    assert extract_context("```\na\n```\nThis is", is_cut=True) == "a"
+    assert extract_context("plain", is_cut=True) == "plain"
 
 
 @pytest.mark.parametrize(
