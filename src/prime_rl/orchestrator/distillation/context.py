@@ -61,7 +61,12 @@ def build_function_source(path: str, seed: int) -> Source:
         place = f"/{rollout.index}" if names and rollout is not None else ""
         rng = random.Random(f"{seed}/{row.get('example_id')}{place}")
         given = {"rollout": rollout, "group": list(group) if group else None}
-        return check_context(function(dict(row), rng, **{name: given[name] for name in names}))
+        try:
+            value = function(dict(row), rng, **{name: given[name] for name in names})
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"context_fn {path} failed on example {row.get('example_id')}: {what}") from error
+        return check_context(value)
 
     return build
 
@@ -162,11 +167,11 @@ class ContextProvider:
         if self.context_from(env) == "answer" and not any(row.get("answer") not in (None, "") for row in rows):
             raise ValueError(f'context_from = "answer", but no row of {env} has an answer: use another context_from')
         self._check_template(env, rows)
-        if self.context_from(env) == "row":
-            self.context_for(env, rows[0])
         self.label(rows[0])
-        if self.teacher.max_model_len is not None and self.context_from(env) in ("row", "answer"):
-            texts = [context_text(self.context_for(env, row)) for row in rows[:MAX_CHECKED_ROWS]]
+        if self.context_from(env) not in ("row", "answer"):
+            return
+        texts = [context_text(self.context_for(env, row)) for row in rows[:MAX_CHECKED_ROWS]]
+        if self.teacher.max_model_len is not None:
             number = max(range(len(texts)), key=lambda i: len(texts[i]))
             what, key = f"the context of row {number} of {env}", "max_model_len of the teacher's server"
             check_window(texts[number], model, self.teacher.max_model_len, what, key)

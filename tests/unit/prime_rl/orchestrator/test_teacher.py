@@ -449,6 +449,16 @@ def test_context_sources(tmp_path: Path) -> None:
         build_source(config.teacher_model.model_copy(update={"context_file": None, "context_fn": "no:where"}), 0)
 
 
+def test_a_failing_context_function_is_named_before_rollouts() -> None:
+    config = OrchestratorConfig.model_validate({"teacher_model": {"context_fn": "test_teacher:give_hint"}})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, 0)
+    rows = [{"example_id": 0, "info": {"hint": "7"}}, {"example_id": 1, "info": {}}]
+    contexts.check_rows("reverse-text", rows[:1], "m")
+    with pytest.raises(ValueError, match=r"^context_fn test_teacher:give_hint failed on example 1: KeyError: 'hint'$"):
+        contexts.check_rows("reverse-text", rows, "m")
+
+
 def test_context_files_are_utf8_with_or_without_a_mark(tmp_path: Path) -> None:
     path = tmp_path / "c.md"
     config = OrchestratorConfig.model_validate({"teacher_model": {"context_file": path}}).teacher_model
