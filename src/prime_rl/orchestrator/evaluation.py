@@ -20,7 +20,7 @@ from prime_rl.eval.config import EvalConfig
 from prime_rl.eval.envs import summarize
 from prime_rl.eval.results import write_results
 from prime_rl.generation.resume_log import to_result
-from prime_rl.generation.rollout_jobs import ModelEndpoint, run_environment
+from prime_rl.generation.rollout_jobs import ModelEndpoint, choose_rows, run_environment
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator, HeldOutEnvironment
 from prime_rl.runtime.run_dir import Attempts, RunDir
@@ -72,7 +72,8 @@ class Evaluations:
     """Runs due evaluations when a version goes live. They share the engines with training, so weights may change.
 
     Results are logged under the version that triggered them; `version/min` and `version/max` are the versions that
-    generated the tokens. While one runs, only the newest due version is queued. Errors are logged, never raised.
+    generated the tokens. While one runs, only the newest due version is queued. Errors of an environment are logged,
+    never raised, and do not affect the others.
     """
 
     def __init__(
@@ -133,8 +134,7 @@ class Evaluations:
                 try:
                     await self._evaluate(schedule, version)
                 except Exception as error:
-                    cause = find_cause(error)
-                    logger.warning(f"{schedule.kind} of version {version} failed: {type(cause).__name__}: {cause}")
+                    warn_of_failure(f"{schedule.kind} of version {version} failed", error)
             self._finished.set()
             self._finished = anyio.Event()
 
@@ -143,26 +143,43 @@ class Evaluations:
         clients = [self.servers.clients[i] for i in self.servers.reachable]
         endpoint = ModelEndpoint(clients, self.model, version)
         metrics: dict[str, float] = {}
+        is_complete = True
         for env in schedule.config.env:
-            name, env_start = env.name or env.id, time.monotonic()
-            groups = await run_environment(schedule.environments[name], env, schedule.config, endpoint)
-            seconds = time.monotonic() - env_start
-            if schedule.kind is EvalKind.EVAL:
-                await self._report_eval(schedule, env, endpoint, groups, seconds)
-                if self.baseline_evaluator is not None:
-                    measured = self._measure_baselines(self.baseline_evaluator, schedule, env, groups, endpoint)
-                    self.monitor.log(await measured, version)
-            else:
+            try:
+                groups = await self._evaluate_env(schedule, env, endpoint)
+            except Exception as error:
+                warn_of_failure(f"{schedule.kind} of version {version} failed in {env.name or env.id}", error)
+                is_complete = False
+                continue
+            if schedule.kind is EvalKind.VAL:
+                name = env.name or env.id
                 scored = [rollout.reward for group in groups for rollout in group if not rollout.failed]
                 metrics[f"val_reward/{name}"] = mean_or_nan(scored)
                 metrics |= {f"val/{name}/{key}": value for key, value in version_span(groups, version).items()}
                 rewards += scored
+        if not is_complete:  # without an entry in the timeline a resumed run repeats it
+            if metrics:
+                self.monitor.log(metrics, version)
+            return
         if schedule.kind is EvalKind.VAL:
             mean = mean_or_nan(rewards)
             self.val_reward = mean if rewards else None
             self.monitor.log({"val_reward/mean": mean, **metrics}, version)
             logger.info(f"Validated version {version} | Val. Reward: {format_value(self.val_reward)}")
         self.monitor.log_timeline(schedule.kind, start, time.time(), version)
+
+    async def _evaluate_env(
+        self, schedule: EvalSchedule, env: GenerationEnvConfig, endpoint: ModelEndpoint
+    ) -> list[list[Rollout]]:
+        """The rollouts of one environment; those of an evaluation are reported."""
+        start = time.monotonic()
+        groups = await run_environment(schedule.environments[env.name or env.id], env, schedule.config, endpoint)
+        if schedule.kind is EvalKind.EVAL:
+            await self._report_eval(schedule, env, endpoint, groups, time.monotonic() - start)
+            if self.baseline_evaluator is not None:
+                measured = self._measure_baselines(self.baseline_evaluator, schedule, env, groups, endpoint)
+                self.monitor.log(await measured, endpoint.version)
+        return groups
 
     async def _measure_baselines(
         self,
@@ -216,9 +233,17 @@ def build_evaluations(
     monitor: Monitor,
     teacher: Teacher | None = None,
 ) -> Evaluations:
-    """Build the evaluations of `schedules`, with the baselines of a distillation if they are configured."""
+    """Build the evaluations of `schedules`, with the baselines of a distillation if they are configured.
+
+    `ValueError` if these need a context that cannot be built.
+    """
     baseline_evaluator = None
     if teacher is not None and config.teacher_model is not None and config.teacher_model.eval_baseline:
+        for schedule in (schedule for schedule in schedules if schedule.kind is EvalKind.EVAL):
+            for env in schedule.config.env:
+                name = env.name or env.id
+                rows = choose_rows(schedule.environments[name], env, schedule.config)
+                teacher.contexts.check_eval_rows(name, rows)
         baseline_evaluator = BaselineEvaluator(teacher, RunDir(config.output_dir))
     model, max_steps = config.model.name, config.max_steps
     return Evaluations(
@@ -296,6 +321,12 @@ def find_last_finished(output_dir: Path, kind: EvalKind, version: int) -> int:
     rows = (row for row in load_jsonl(RunDir(output_dir).metrics) if row.get("timeline/what") == kind)
     finished = ((row["step"], row.get("attempt", 0)) for row in rows if row.get("process") == "orchestrator")
     return max((step for step, attempt in finished if step <= version and attempt == attempts.find(step)), default=0)
+
+
+def warn_of_failure(what: str, error: Exception) -> None:
+    """Log what failed, with its cause."""
+    cause = find_cause(error)
+    logger.warning(f"{what}: {type(cause).__name__}: {cause}")
 
 
 def mean_or_nan(rewards: Sequence[float]) -> float:

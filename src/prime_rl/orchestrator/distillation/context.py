@@ -168,13 +168,25 @@ class ContextProvider:
             raise ValueError(f'context_from = "answer", but no row of {env} has an answer: use another context_from')
         self._check_template(env, rows)
         self.label(rows[0])
-        if self.context_from(env) not in ("row", "answer"):
-            return
-        texts = [context_text(self.context_for(env, row)) for row in rows[:MAX_CHECKED_ROWS]]
-        if self.teacher.max_model_len is not None:
+        texts = self._try_contexts(env, rows)
+        if texts and self.teacher.max_model_len is not None:
             number = max(range(len(texts)), key=lambda i: len(texts[i]))
             what, key = f"the context of row {number} of {env}", "max_model_len of the teacher's server"
             check_window(texts[number], model, self.teacher.max_model_len, what, key)
+
+    def check_eval_rows(self, env: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """`ValueError` if the context of a row, or its name, cannot be built."""
+        if self.role(env) == "context":
+            self._check_template(env, rows)
+            self._try_contexts(env, rows)
+            for row in rows:
+                self.label(row)
+
+    def _try_contexts(self, env: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The contexts of the first rows, for which a `context_fn` may fail; none if they are made of rollouts."""
+        if self.context_from(env) not in ("row", "answer"):
+            return []
+        return [context_text(self.context_for(env, row)) for row in rows[:MAX_CHECKED_ROWS]]
 
     def _check_template(self, env: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """`ValueError` for a row without a key of the template."""

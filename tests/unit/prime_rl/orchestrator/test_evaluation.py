@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import pytest
 from loguru import logger
 
 from prime_rl.client.scoring import TokenScorer
@@ -15,7 +16,7 @@ from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import Teacher
-from prime_rl.orchestrator.evaluation import EvalKind, EvalSchedule, Evaluations
+from prime_rl.orchestrator.evaluation import EvalKind, EvalSchedule, Evaluations, build_evaluations
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.agent_integration import Rollout
 
@@ -70,7 +71,41 @@ def test_a_failed_evaluation_names_its_cause(tmp_path: Path) -> None:
     sink = logger.add(lines.append, level="WARNING", format="{message}")
     anyio.run(evaluate, Evaluations([schedule], servers, monitor, model="m", max_steps=None))
     logger.remove(sink)
-    assert lines == ["eval of version 0 failed: RuntimeError: the judge's API key is invalid\n"]
+    assert lines == ["eval of version 0 failed in world: RuntimeError: the judge's API key is invalid\n"]
+
+
+def test_a_failed_environment_leaves_the_others_alone(tmp_path: Path) -> None:
+    servers: Any = SimpleNamespace(clients=[SimpleNamespace(base_url="http://s/v1")], reachable=[0])
+    logged, finished = dict[str, float](), list[Any]()
+    monitor: Any = SimpleNamespace(
+        log=lambda metrics, version: logged.update(metrics), log_timeline=lambda *given: finished.append(given)
+    )
+    values = {"model": {"name": "m"}, "env": [{"id": "broken"}, {"id": "world"}], "output_dir": tmp_path}
+    config = EvalConfig.model_validate(values)
+    environments: Any = {"broken": BrokenEnvironment(), "world": RecordingEnvironment()}
+    schedule = EvalSchedule(EvalKind.EVAL, config, environments, 1, last=-1)
+    anyio.run(evaluate, Evaluations([schedule], servers, monitor, model="m", max_steps=None))
+    assert logged["eval/world/avg@1"] == 1.0 and "eval/broken/avg@1" not in logged
+    assert not finished, "a resumed run repeats it"
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ({"context_template": "{{example.answer}} "}, r"context_template, row 1 of world: this row has no answer"),
+        ({"context": "C ", "context_key": "answer"}, r"context_key: this row has no answer"),
+    ],
+)
+def test_contexts_of_evaluation_rows_are_checked_first(tmp_path: Path, teacher: dict[str, Any], message: str) -> None:
+    values = {"env": [{"id": "world"}], "eval": {}, "teacher_model": {**teacher, "eval_baseline": True}}
+    config = OrchestratorConfig.model_validate(values)
+    assert config.teacher_model is not None
+    scorer = Teacher(ContextProvider(config.teacher_model, config.env, 0), TokenScorer([], "m"), "m")
+    rows = [{"prompt": "a", "answer": "1", "example_id": 0}, {"prompt": "b", "example_id": 1}]
+    schedule = build_schedule(SimpleNamespace(id="world", rows=lambda split: rows), tmp_path)
+    anything: Any = SimpleNamespace()
+    with pytest.raises(ValueError, match=message):
+        build_evaluations(config, [schedule], anything, anything, scorer)
 
 
 def test_baselines_are_not_measured_on_lost_servers(tmp_path: Path) -> None:
