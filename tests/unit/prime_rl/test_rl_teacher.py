@@ -15,9 +15,12 @@ from prime_rl.config import RLConfig, teacher_follows_policy
 from prime_rl.config_teacher import check_contexts, describe_taus
 from prime_rl.launcher import gpus
 from prime_rl.orchestrator import orchestrator
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.distillation import inspect_contexts
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import build_teacher
 from prime_rl.runtime.machine import find_free_port
+from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.rl.loss import build_objective
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv, write_config
 
@@ -298,6 +301,19 @@ def test_prompts_of_student_and_teacher_are_shown_side_by_side(
     assert shown.count("Think first.") == 1 and shown.count("Two plus two?") == 2
     assert "student (" in shown and "teacher (" in shown and not (tmp_path / "logs").exists()
     assert parse(*CONTEXT, "--inspect-context", "2").orchestrator.teacher_model.inspect_context == 2  # type: ignore[union-attr]
+
+
+def test_shown_prompts_have_the_arguments_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ style }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+    def load(name: str) -> Any:
+        return load_tokenizer(name, template)
+
+    monkeypatch.setattr(inspect_contexts, "load_tokenizer", load)
+    sampling = {"extra_body": {"chat_template_kwargs": {"style": "brief"}}}
+    values = {"model": {"name": "tiny-qwen3"}, "env": [{"id": "test_rl_teacher:build_world"}], "sampling": sampling}
+    config = OrchestratorConfig.model_validate({**values, "teacher_model": {"context": "C ", "inspect_context": 1}})
+    assert inspect_contexts.inspect_contexts(config, 1).count("brief<|im_start|>") == 2
 
 
 def build_world() -> dict[str, Any]:

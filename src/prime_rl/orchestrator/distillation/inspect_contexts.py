@@ -26,6 +26,7 @@ def inspect_contexts(config: OrchestratorConfig, num: int, width: int | None = N
     assert config.teacher_model is not None, "validated by the config"
     contexts = ContextProvider(config.teacher_model, config.env, config.seed)
     tokenizer = load_tokenizer(config.model.name)
+    options = {"chat_template_kwargs": config.sampling.extra_body.get("chat_template_kwargs") or {}}
     width = width or shutil.get_terminal_size((120, 40)).columns
     blocks = [f"warning: {line}" for line in contexts.warnings()]
     with open_environments([env.model_copy(update={"num_workers": 0}) for env in config.env]) as environments:
@@ -36,10 +37,10 @@ def inspect_contexts(config: OrchestratorConfig, num: int, width: int | None = N
                 if contexts.role(name) == "none" or context is None:
                     blocks.append(f"{name}, prompt {number}: no teacher")
                     continue
-                chat_request = {"prompt" if isinstance(row["prompt"], str) else "messages": row["prompt"]}
+                chat_request = {"prompt" if isinstance(row["prompt"], str) else "messages": row["prompt"], **options}
                 default_system = ""
                 if "messages" in chat_request and contexts.position(name) == "system_append":
-                    probes = [render(tokenizer, {"messages": chat})[0] for chat in DEFAULT_SYSTEM_PROBES]
+                    probes = [render(tokenizer, {"messages": chat, **options})[0] for chat in DEFAULT_SYSTEM_PROBES]
                     default_system = read_default_system(*probes)
                 teacher_request = contexts.insert(name, chat_request, context, default_system)
                 pair = [render(tokenizer, chat_request), render(tokenizer, teacher_request)]
@@ -52,7 +53,7 @@ def render(tokenizer: Any, chat_request: dict[str, Any]) -> tuple[str, int]:
     if "prompt" in chat_request:
         ids = list(tokenizer.encode(chat_request["prompt"]))
     else:
-        ids = render_chat(tokenizer, chat_request["messages"])
+        ids = render_chat(tokenizer, chat_request["messages"], **chat_request["chat_template_kwargs"])
     return str(tokenizer.decode(ids)), len(ids)
 
 
