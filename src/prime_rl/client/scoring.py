@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64encode
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from math import exp
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -42,6 +43,17 @@ class ScoredTokens:
     num_cached: int = 0
 
 
+class ServerChoice(Protocol):
+    """Servers that may be lost and return; `prime_rl.orchestrator.server_pool.ServerPool` is one."""
+
+    @property
+    def reachable(self) -> list[int]:
+        """Numbers of the servers that respond."""
+
+    async def run(self, number: int, work: Callable[[int], Awaitable[ScoredTokens]]) -> ScoredTokens:
+        """The result of `work(server)`, restarted on another server if its server is lost."""
+
+
 @dataclass
 class TokenScorer:
     """Scores tokens on a teacher's servers in round-robin order; the first request detects the supported route."""
@@ -50,6 +62,8 @@ class TokenScorer:
     model: str
     temperature: float = 1.0
     top: int = 0
+    servers: ServerChoice | None = None
+    """Chooses among `clients`, server by server; None: all of them respond."""
     _turn: int = field(default=0)
     _packed: bool = field(default=True)
 
@@ -57,7 +71,18 @@ class TokenScorer:
         """Log-probs of `tokens[start:]`, over their `support`; raises the client's errors, or `ValueError` for
         unsupported requests."""
         self._turn += 1
-        client = self.clients[self._turn % len(self.clients)]
+        if self.servers is None:
+            return await self._score_on(self.clients[self._turn % len(self.clients)], tokens, start, support)
+        return await self.servers.run(
+            self._turn, lambda server: self._score_on(self.clients[server], tokens, start, support)
+        )
+
+    @property
+    def reachable(self) -> list[InferenceClient]:
+        """Clients of the servers that respond."""
+        return self.clients if self.servers is None else [self.clients[i] for i in self.servers.reachable]
+
+    async def _score_on(self, client: InferenceClient, tokens: list[int], start: int, support: bytes) -> ScoredTokens:
         if self._packed:
             if (scored := await self._score_packed(client, tokens, start, support)) is not None:
                 return scored

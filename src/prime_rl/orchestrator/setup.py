@@ -128,6 +128,8 @@ def build_orchestrator(
 
     version = PolicyVersion(resumed_step)
     servers = build_servers(config, clients, engines, version)
+    if teacher is not None and teacher.contexts.teacher.client.base_url == config.client.base_url:
+        teacher.share_servers(servers)
     ema_servers = None if teacher is None else build_ema_servers(config, teacher.scorer.clients, version)
     buffer = build_buffer(config, environments, version)
     generator = build_generator(config, environments, servers, teacher)

@@ -163,7 +163,7 @@ class BaselineEvaluator:
             metrics |= baseline_metrics(name, baseline)
         answers = {"student": groups, "student_context": context_groups, "teacher_context": baseline.teacher_groups}
         if self._weights == "ema" and version:
-            target = (self.teacher.scorer.clients, self.teacher.scorer.model)
+            target = (self.teacher.scorer.reachable, self.teacher.scorer.model)
             scores["teacher"] = example_scores(await run(environment, *target))
             answers["teacher_context"] = await run(context_environment, *target)
             scores["teacher_context"] = example_scores(answers["teacher_context"])
@@ -210,7 +210,7 @@ class BaselineEvaluator:
         groups, baseline.teacher_plain = context_groups, list(baseline.before)
         is_student = not version and self._is_student_model and not self._has_larger_window(context_groups)
         if self._weights == "frozen" and not is_student:
-            target = (self.teacher.scorer.clients, self.teacher.scorer.model)
+            target = (self.teacher.scorer.reachable, self.teacher.scorer.model)
             groups = await run(context_environment, *target)
             warn_of_failures(name, "teacher", groups)
             if not self._is_student_model:

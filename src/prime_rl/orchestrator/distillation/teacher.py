@@ -16,7 +16,7 @@ import msgspec
 from loguru import logger
 
 from prime_rl.client.contexts import Context
-from prime_rl.client.scoring import ScoredTokens, TokenScorer
+from prime_rl.client.scoring import ScoredTokens, ServerChoice, TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.context import (
@@ -125,11 +125,15 @@ class Teacher:
             metrics["teacher/with_context"] = counts["with_context"] / counts["rollouts"]
         return {"time/teacher_logprobs": seconds, "teacher/cached_prompt": share, **metrics}
 
+    def share_servers(self, servers: ServerChoice) -> None:
+        """Score on the servers of the student, which `servers` supervises."""
+        self.scorer.servers = self.reference.servers = servers
+
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Log configuration warnings, then wait until every server of the teacher responds."""
+        """Log configuration warnings, then wait until every server of the teacher's own responds."""
         for line in self.contexts.warnings():
             logger.warning(line)
-        for client in self.scorer.clients:
+        for client in self.scorer.clients if self.scorer.servers is None else ():
             await wait_until_ready(client, timeout_s)
 
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import anyio
 import msgspec
 import pytest
 
+from prime_rl.client.scoring import PackedScores, TokenScorer
 from prime_rl.orchestrator import server_pool as module
 from prime_rl.orchestrator.policy_version import PolicyVersion
 from prime_rl.orchestrator.server_pool import ServerPool
@@ -61,6 +63,35 @@ class Server:
 def make_pool(number: int, needed: int | None) -> ServerPool:
     servers: Any = [Server(i) for i in range(number)]
     return ServerPool(servers, servers, PolicyVersion(), Path("weights"), min_servers=needed)
+
+
+class ScoringServer(Server):
+    """Answers requests of scores, unless it hangs."""
+
+    async def request_scores(self, body: dict[str, Any]) -> bytes:
+        self.loads.append(1)
+        if not self.there:
+            await anyio.sleep_forever()
+        return msgspec.msgpack.encode(PackedScores(array("f", [-1.0]).tobytes()))
+
+
+def test_a_teacher_on_the_students_servers_leaves_lost_ones() -> None:
+    servers: Any = [ScoringServer(i) for i in range(2)]
+    pool = ServerPool(servers, servers, PolicyVersion(), Path("weights"), min_servers=1)
+    scorer = TokenScorer(servers, "base", servers=pool)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            servers[1].there = False
+            tasks.start_soon(scorer.score, [1, 2], 1)  # begins on server 1, which does not answer
+            await anyio.wait_all_tasks_blocked()
+            pool.unreachable[1] = (0.0, "connection refused")
+            pool.cancel_server_work(1)
+        for _ in range(3):
+            assert (await scorer.score([1, 2], 1)).logprobs == [-1.0]
+
+    anyio.run(main)
+    assert scorer.reachable == [servers[0]] and (len(servers[0].loads), len(servers[1].loads)) == (4, 1)
 
 
 class Servers:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import anyio
 import pytest
@@ -31,6 +33,7 @@ from prime_rl.orchestrator.distillation.context import (
 )
 from prime_rl.orchestrator.distillation.inspect_contexts import inspect_contexts
 from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
+from prime_rl.orchestrator.setup import build_orchestrator
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import LossConfig, TrainConfig
@@ -488,6 +491,22 @@ def test_context_files_are_utf8_with_or_without_a_mark(tmp_path: Path) -> None:
 def test_invalid_teacher_config_raises(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         OrchestratorConfig.model_validate(config)
+
+
+@pytest.mark.parametrize(("url", "is_shared"), [("http://127.0.0.1:1/v1", True), ("http://127.0.0.1:2/v1", False)])
+def test_only_own_servers_of_a_teacher_are_waited_for(url: str, is_shared: bool, tmp_path: Path) -> None:
+    """The student's servers are supervised by their pool, of which some may be missing."""
+    client = {"base_url": ["http://127.0.0.1:1/v1"], "reconnect_timeout": 0}
+    own = {"context": "C\n", "client": {"base_url": [url], "reconnect_timeout": 0}}
+    values = {"env": [{"id": "rows"}], "client": client, "teacher_model": own, "output_dir": tmp_path}
+    config = OrchestratorConfig.model_validate(values)
+    teacher, anything = build_teacher(config), MagicMock()
+    assert teacher is not None
+    rows = load_environment("reverse-text", {"num_train_examples": 2})
+    build_orchestrator(config, {"rows": rows}, {}, [anything], [anything], anything, anything, teacher)
+    assert (teacher.scorer.servers is not None) == (teacher.reference.servers is not None) == is_shared
+    with contextlib.nullcontext() if is_shared else pytest.raises(TimeoutError):
+        anyio.run(teacher.wait_until_ready, 0.05)
 
 
 # The trainer's side
