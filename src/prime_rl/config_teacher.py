@@ -99,6 +99,20 @@ def check_contexts(
                 check_window(text, server.model.name, window, what, key)
 
 
+def check_tokenizer(student: str, teacher_inference: InferenceConfig | None) -> None:
+    """`ValueError` if the teacher that rl starts has another vocabulary than the student, as far as both are local."""
+    from prime_rl.runtime.tokenizer import find_local_model, has_same_vocabulary
+
+    if teacher_inference is None or (name := teacher_inference.model.name) == student:
+        return
+    own, other = find_local_model(student), find_local_model(name)
+    if own is not None and other is not None and not has_same_vocabulary(own, other):
+        raise ValueError(
+            f"{TEACHER}.model.name = {name!r} has another tokenizer than model.name = {student!r}, so it cannot score "
+            "the student's tokens: choose a teacher with the same vocabulary"
+        )
+
+
 def _fill_self_teacher(tables: ConfigTables) -> None:
     """Set context and weights of the teacher from a preset of self-distillation, unless they are given."""
     loss_type = str(tables.get("trainer.loss.type"))

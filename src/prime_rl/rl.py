@@ -66,7 +66,7 @@ def check_inputs(config: RLConfig) -> None:
 
     Downloads a hub model once instead of three times.
     """
-    from prime_rl.config_teacher import check_contexts
+    from prime_rl.config_teacher import check_contexts, check_tokenizer
     from prime_rl.runtime.tokenizer import check_weights, has_chat_template, resolve_model_dir
     from prime_rl.telemetry.trackers import check_trackers
     from prime_rl.utils.logger import find_level
@@ -84,6 +84,7 @@ def check_inputs(config: RLConfig) -> None:
     model_dir = resolve_model_dir(config.model.name)
     check_weights(model_dir, config.model.debug.random_init)
     check_contexts(config.orchestrator, config.inference, config.teacher_inference)
+    check_tokenizer(config.model.name, config.teacher_inference)
     environments = [*config.orchestrator.env, *config.orchestrator.eval_envs]
     check_environments(environments)
     if config.inference is not None:

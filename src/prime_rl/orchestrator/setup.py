@@ -217,7 +217,8 @@ async def open_orchestrator(
         await orchestrator.servers.start()
         acknowledge(step_path(config.versions_dir, orchestrator.version.live))
         if teacher is not None:
-            await teacher.wait_until_ready(config.inference_timeout)
+            student = clients[orchestrator.servers.reachable[0]]
+            await teacher.wait_until_ready(config.inference_timeout, student)
         if orchestrator.ema_servers is not None:
             await orchestrator.ema_servers.start()
         yield await stack.enter_async_context(running(orchestrator))

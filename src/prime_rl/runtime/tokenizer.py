@@ -33,6 +33,10 @@ WRITTEN_BY_A_RUN = re.compile(r"(^|/)weights/step_\d+/?$")
 ASSETS_DIR = Path(__file__).resolve().parents[1] / "assets"
 
 
+MAX_DIFFERENT_TOKENS = 0.01
+"""Share of ids of the same vocabulary that may have different texts."""
+
+
 def resolve_model_dir(name: str) -> Path:
     """The directory of a model: a path, a shipped name (`tiny-qwen3`), a known name (`smollm2`) or a hub id.
 
@@ -109,6 +113,21 @@ def find_local_model(name: str) -> Path | None:
     """The directory of a model, if it is on this machine without conversion or download."""
     found = (Path(name).expanduser(), ASSETS_DIR / name, models_cache_dir() / name)
     return next((path for path in found if (path / "config.json").is_file()), None)
+
+
+def has_same_vocabulary(first: Path, second: Path) -> bool:
+    """Whether two models give the same ids to the same tokens; True as well if one has no `tokenizer.json`.
+
+    Each may have tokens that the other lacks. Some ids may differ, as names of reserved tokens do.
+    """
+    from tokenizers import Tokenizer
+
+    files = [directory / "tokenizer.json" for directory in (first, second)]
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return True
+    one, other = ({i: text for text, i in Tokenizer.from_file(str(file)).get_vocab().items()} for file in files)
+    shared = one.keys() & other.keys()
+    return sum(one[i] != other[i] for i in shared) <= MAX_DIFFERENT_TOKENS * len(shared)
 
 
 def fingerprint_model(name: str) -> list[str]:

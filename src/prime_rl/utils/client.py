@@ -229,6 +229,15 @@ class InferenceClient:
         answer: dict[str, str] = msgspec.json.decode(await root.request("POST", "/detokenize", body))
         return answer["prompt"]
 
+    async def try_detokenize(self, body: dict[str, Any]) -> str | None:
+        """As `detokenize`; None from a server without that route."""
+        import openai
+
+        try:
+            return await self.detokenize(body)
+        except (openai.APIError, msgspec.DecodeError, KeyError):
+            return None
+
     async def read_turn_end(self, body: dict[str, Any]) -> list[int] | None:
         """Tokens that the template appends to a completion: the common suffix of two different conversations."""
         key = msgspec.json.encode(body, order="deterministic")

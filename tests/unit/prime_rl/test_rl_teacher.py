@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shlex
+import shutil
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from prime_rl import rl
 from prime_rl.config import RLConfig, teacher_follows_policy
-from prime_rl.config_teacher import check_contexts, describe_taus
+from prime_rl.config_teacher import check_contexts, check_tokenizer, describe_taus
 from prime_rl.launcher import gpus
 from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.config import OrchestratorConfig
@@ -20,7 +23,7 @@ from prime_rl.orchestrator.distillation import inspect_contexts
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import build_teacher
 from prime_rl.runtime.machine import find_free_port
-from prime_rl.runtime.tokenizer import load_tokenizer
+from prime_rl.runtime.tokenizer import ASSETS_DIR, load_tokenizer
 from prime_rl.trainer.rl.loss import build_objective
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv, write_config
 
@@ -374,6 +377,29 @@ def test_context_beyond_the_window_is_refused_before_the_start(tmp_path: Path) -
     )
     with pytest.raises(ValueError, match=message):
         check_contexts(config.orchestrator, config.inference, config.teacher_inference)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Ids of a few reserved tokens may have other names, and each model may have tokens of its own."""
+    text = (ASSETS_DIR / "tiny-qwen3" / "tokenizer.json").read_text()
+    tokenizer = json.loads(text)
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+    changed = {
+        "shorter": json.dumps({**json.loads(text), "added_tokens": tokenizer["added_tokens"][:-1]}),
+        "renamed": text.replace("<combined_alphabetical_sorted>", "<reserved>"),
+        "reordered": json.dumps(tokenizer),
+    }
+    for name, found in changed.items():
+        shutil.copytree(ASSETS_DIR / "tiny-qwen3", tmp_path / name)
+        (tmp_path / name / "tokenizer.json").write_text(found)
+        teacher = parse(*CONTEXT, "--teacher_inference.model.name", str(tmp_path / name)).teacher_inference
+        message = r"orchestrator\.teacher_model\.model\.name = .*reordered' has another tokenizer than model\.name"
+        with pytest.raises(ValueError, match=message) if name == "reordered" else nullcontext():
+            check_tokenizer("tiny-qwen3", teacher)
+    check_tokenizer("tiny-qwen3", None)
+    hub = parse(*CONTEXT, "--teacher_inference.model.name", "nobody/nothing").teacher_inference
+    check_tokenizer("tiny-qwen3", hub)
 
 
 @pytest.mark.parametrize("weights", ["frozen", "live"])

@@ -36,6 +36,10 @@ LEAST_LOGPROB = -100.0
 """Finite stand-in for log 0, so that messages contain no infinities."""
 
 
+TOKENIZER_PROBE = "def area(r): return 3.14 * r**2  # Größe, 東京, été"
+"""Words, digits, code and other alphabets, without spaces before punctuation, which some decoders remove."""
+
+
 class SkipReason(StrEnum):
     """Why the teacher cannot score a sample."""
 
@@ -129,12 +133,30 @@ class Teacher:
         """Score on the servers of the student, which `servers` supervises."""
         self.scorer.servers = self.reference.servers = servers
 
-    async def wait_until_ready(self, timeout_s: float) -> None:
-        """Log configuration warnings, then wait until every server of the teacher's own responds."""
+    async def wait_until_ready(self, timeout_s: float, student: Any) -> None:
+        """Log configuration warnings, then wait until every server of the teacher's own responds.
+
+        `ValueError` if a frozen teacher has another tokenizer than `student`, a client of the student's server.
+        """
         for line in self.contexts.warnings():
             logger.warning(line)
         for client in self.scorer.clients if self.scorer.servers is None else ():
             await wait_until_ready(client, timeout_s)
+        if self.scorer.servers is None and self.contexts.teacher.weights == "frozen":
+            await self._check_tokenizer(student)
+
+    async def _check_tokenizer(self, student: Any) -> None:
+        """Compare how both servers read the student's tokens of a text, if they have routes for it."""
+        ids = await student.tokenize({"model": self.model, "prompt": TOKENIZER_PROBE})
+        if ids is None:
+            return
+        own = await student.try_detokenize({"model": self.model, "tokens": ids})
+        read = await self.scorer.clients[0].try_detokenize({"model": self.scorer.model, "tokens": ids})
+        if None not in (own, read) and own != read:
+            raise ValueError(
+                f"teacher_model.model.name = {self.scorer.model!r} has another tokenizer than the student: it reads "
+                f"{own!r} as {read!r}; choose a teacher with the same vocabulary"
+            )
 
     async def close(self) -> None:
         """Close the connections."""

@@ -12,6 +12,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import anyio
+import httpx
+import openai
 import pytest
 import torch
 from running_server import RunningServer
@@ -506,7 +508,45 @@ def test_only_own_servers_of_a_teacher_are_waited_for(url: str, is_shared: bool,
     build_orchestrator(config, {"rows": rows}, {}, [anything], [anything], anything, anything, teacher)
     assert (teacher.scorer.servers is not None) == (teacher.reference.servers is not None) == is_shared
     with contextlib.nullcontext() if is_shared else pytest.raises(TimeoutError):
-        anyio.run(teacher.wait_until_ready, 0.05)
+        anyio.run(teacher.wait_until_ready, 0.05, anything)
+
+
+class ReversingTeacher(InferenceClient):
+    """A server whose vocabulary is in another order."""
+
+    async def detokenize(self, body: dict[str, Any]) -> str:
+        return (await super().detokenize(body))[::-1]
+
+
+class PlainTeacher(InferenceClient):
+    """A server without /detokenize."""
+
+    async def detokenize(self, body: dict[str, Any]) -> str:
+        response = httpx.Response(404, request=httpx.Request("POST", "http://plain/detokenize"))
+        raise openai.NotFoundError("no such route", response=response, body=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_refused"), [(InferenceClient, False), (PlainTeacher, False), (ReversingTeacher, True)]
+)
+def test_teachers_with_another_vocabulary_are_refused(
+    server: RunningServer, kind: type[InferenceClient], is_refused: bool
+) -> None:
+    config = make_config(server)
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, 0)
+
+    async def main() -> None:
+        student, own = InferenceClient(f"{server.root}/v1"), kind(f"{server.root}/v1")
+        try:
+            await Teacher(contexts, TokenScorer([own], "base"), "tiny-qwen3").wait_until_ready(5, student)
+        finally:
+            await student.close()
+            await own.close()
+
+    message = r"teacher_model\.model\.name = 'base' has another tokenizer .* choose a teacher with the same vocabulary"
+    with pytest.raises(ValueError, match=message) if is_refused else contextlib.nullcontext():
+        anyio.run(main)
 
 
 # The trainer's side
