@@ -220,6 +220,41 @@ def test_resumed_stream_equals_uninterrupted(backend: str, seed: int, stop_at: f
     assert resumed == expected
 
 
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_a_resumed_stream_may_have_another_batch_size(size: int, level: int) -> None:
+    """It ends after `max_batches`, with open groups from the checkpoint, and starts no group that is not trained."""
+    num_batches, saved_after = 9, 4
+
+    def build(batch_size: int) -> AsyncRolloutManager:
+        return AsyncRolloutManager(
+            DataBuffer(PROMPTS),
+            RolloutConfig(batch_size),
+            generate_group=make_generate(0, 1),
+            slots=(level + 1) * batch_size,
+            max_batches=num_batches,
+        )
+
+    async def take(manager: AsyncRolloutManager, until: int) -> None:
+        async with manager:
+            while manager.step_count < until:
+                with anyio.fail_after(10_000):
+                    assert len((await manager.generate_batch()).samples) == manager.config.batch_size
+                manager.release(manager.step_count)
+
+    async def main() -> None:
+        first, resumed = build(4), build(size)
+        await take(first, saved_after)
+        state = json.loads(json.dumps(first.state_dict()))
+        num_saved = first.groups.num_open
+        resumed.load_state_dict(state)
+        await take(resumed, num_batches)
+        num_trained = (num_batches - saved_after) * size
+        assert resumed.groups.num_open == max(0, num_saved - num_trained)
+
+    run(main)
+
+
 def test_drops_have_reasons_and_starvation_raises() -> None:
     async def main() -> None:
         for slots in (None, 4):

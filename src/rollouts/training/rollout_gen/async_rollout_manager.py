@@ -139,7 +139,7 @@ class AsyncRolloutManager:
         self.restarts: Counter[str] = Counter()  # restarted groups by reason
         self._group_filter = group_filter
         self._on_outcomes = on_outcomes
-        self._max_groups = None if max_batches is None else max_batches * config.batch_size
+        self._max_batches = max_batches
         self.max_rejected_groups = max_rejected_groups or REJECTED_BATCHES * config.batch_size
         self.seed = seed
         self.rollout_kwargs = rollout_kwargs or {}
@@ -326,7 +326,10 @@ class AsyncRolloutManager:
                 self.restarts["stale"] += 1
 
     def _has_drawn_all(self) -> bool:
-        return self._max_groups is not None and self.groups.num_emitted + self.groups.num_open >= self._max_groups
+        """Whether the open groups are enough for the remaining batches; a resumed run may have another batch size."""
+        if self._max_batches is None:
+            return False
+        return self.groups.num_open >= (self._max_batches - self.step_count) * self.config.batch_size
 
     def _update_idle_time(self) -> None:
         now = anyio.current_time()
