@@ -4,8 +4,9 @@
                      <-- the batch ---
                      --- got step N -->
 
-The receiver resends its request until it gets a response, so either side may restart. The sender also stores batches
-as files, so published batches survive a restart and can be requested again.
+The receiver resends its request until it gets a response, so either side may restart. A batch is sent once per
+connection until it is acknowledged, however often it is requested meanwhile. The sender also stores batches as files,
+so published batches survive a restart and can be requested again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class ZmqBatchSender(FilesystemBatchSender):
         self._signal_lock = threading.Lock()
         self._signal: zmq.Socket[bytes] | None = None
         self._thread: threading.Thread | None = None
-        self._pending: dict[bytes, int] = {}  # receiver -> requested step
+        self._pending: dict[bytes, int] = {}  # receiver -> requested step; a receiver that reconnects is another one
+        self._sent: dict[bytes, int] = {}  # receiver -> step on its way
 
     def open(self) -> None:
         """Listen. Raises `ValueError` when the address is taken."""
@@ -119,9 +121,11 @@ class ZmqBatchSender(FilesystemBatchSender):
         if request.schema != SCHEMA:
             reason = f"request has schema {request.schema}, this version reads {SCHEMA}"
             router.send_multipart([receiver, REFUSED, reason.encode()])
-        elif request.want is not None:
+        elif request.want is not None and request.want != self._sent.get(receiver):
+            self._sent.pop(receiver, None)
             self._pending[receiver] = request.want
         elif request.got is not None:
+            self._sent.pop(receiver, None)
             with contextlib.suppress(FileNotFoundError):
                 (step_path(self.root, request.got) / RECEIVED).touch()
 
@@ -129,7 +133,7 @@ class ZmqBatchSender(FilesystemBatchSender):
         """Send every requested batch that is published."""
         for receiver, step in list(self._pending.items()):
             if (data := read_batch(step_path(self.root, step))) is not None:
-                del self._pending[receiver]
+                self._sent[receiver] = self._pending.pop(receiver)
                 router.send_multipart([receiver, BATCH, data])
 
 

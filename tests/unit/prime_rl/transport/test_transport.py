@@ -208,6 +208,47 @@ def test_a_published_batch_is_sent_immediately(tmp_path: Path, monkeypatch: pyte
     sender.close()
 
 
+@pytest.fixture
+def raw_receiver(tmp_path: Path) -> Iterator[tuple[ZmqBatchSender, zmq.Socket[bytes]]]:
+    """A sender, and a socket that is connected to it and sends messages of its own."""
+    sender = ZmqBatchSender(tmp_path, "localhost", free_port())
+    sender.open()
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as socket:
+        socket.connect(sender.address)
+        yield sender, socket
+    context.term()
+    sender.close()
+
+
+def ask(socket: zmq.Socket[bytes], **request: int) -> None:
+    socket.send(msgspec.msgpack.encode({"schema": SCHEMA, **request}))
+
+
+def num_received(socket: zmq.Socket[bytes], expected: int) -> int:
+    """Number of batches that arrive: waits for `expected` ones, and a moment for more."""
+    number = 0
+    while socket.poll(int(1000 * WAIT_S) if number < expected else 200):
+        assert socket.recv_multipart()[0] == zeromq.BATCH
+        number += 1
+    return number
+
+
+def test_a_batch_on_its_way_is_not_sent_again(raw_receiver: tuple[ZmqBatchSender, zmq.Socket[bytes]]) -> None:
+    """A receiver on a slow connection repeats its request while the batch is transferred."""
+    sender, socket = raw_receiver
+    publish(sender, 1, 2)
+    for _ in range(3):
+        ask(socket, want=1)
+    assert num_received(socket, 1) == 1
+    ask(socket, got=1)
+    ask(socket, want=1)
+    assert num_received(socket, 1) == 1, "an acknowledged batch can be requested again"
+    for step in (2, 1):
+        ask(socket, want=step)
+    assert num_received(socket, 2) == 2, "a receiver may give up a batch and request it later"
+
+
 def test_the_sender_outlives_a_failed_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [OSError(24, "Too many open files")]
     real = zeromq.read_batch
