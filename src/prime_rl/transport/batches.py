@@ -58,7 +58,7 @@ class BatchSender(Protocol):
         """Publish the batch that trains version `step - 1` into version `step`."""
 
     def is_received(self, step: int) -> bool:
-        """Whether a trainer has received the batch of `step`."""
+        """Whether a trainer reads the batches: it has requested that of `step`, and was given it."""
 
     def prune(self, step: int) -> None:
         """Remove batches up to `step`."""

@@ -112,7 +112,7 @@ class ZmqBatchSender(FilesystemBatchSender):
                     logger.warning(f"Cannot serve batches: {error}; receivers repeat their requests")
 
     def _on_message(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        """Record a receiver's request or acknowledgment; reject invalid messages with a reason."""
+        """Record a receiver's request, or forget one that it acknowledges; reject invalid messages with a reason."""
         receiver, *body = frames
         try:
             request = msgspec.msgpack.decode(b"".join(body), type=_Request)
@@ -126,15 +126,15 @@ class ZmqBatchSender(FilesystemBatchSender):
             self._pending[receiver] = request.want
         elif request.got is not None:
             self._sent.pop(receiver, None)
-            with contextlib.suppress(FileNotFoundError):
-                (step_path(self.root, request.got) / RECEIVED).touch()
 
     def _send_pending(self, router: zmq.Socket[bytes]) -> None:
-        """Send every requested batch that is published."""
+        """Send every requested batch that is published, and mark it as received."""
         for receiver, step in list(self._pending.items()):
             if (data := read_batch(step_path(self.root, step))) is not None:
                 self._sent[receiver] = self._pending.pop(receiver)
                 router.send_multipart([receiver, BATCH, data])
+                with contextlib.suppress(FileNotFoundError):  # it counts now: the acknowledgment may be lost
+                    (step_path(self.root, step) / RECEIVED).touch()
 
 
 class ZmqBatchReceiver:
@@ -144,7 +144,7 @@ class ZmqBatchReceiver:
         self.address = make_address(host, port)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, int(CLOSE_S * 1000))  # deliver the last acknowledgment
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue requests while the sender is unreachable
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         self._socket.connect(self.address)

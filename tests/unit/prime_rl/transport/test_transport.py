@@ -249,6 +249,18 @@ def test_a_batch_on_its_way_is_not_sent_again(raw_receiver: tuple[ZmqBatchSender
     assert num_received(socket, 2) == 2, "a receiver may give up a batch and request it later"
 
 
+def test_a_lost_acknowledgment_leaves_no_batch_unread(
+    raw_receiver: tuple[ZmqBatchSender, zmq.Socket[bytes]],
+) -> None:
+    sender, socket = raw_receiver
+    ask(socket, want=1)
+    until(lambda: bool(sender._pending))
+    assert not sender.is_received(1)
+    publish(sender, 1)
+    assert num_received(socket, 1) == 1
+    until(lambda: sender.is_received(1))
+
+
 def test_the_sender_outlives_a_failed_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [OSError(24, "Too many open files")]
     real = zeromq.read_batch
