@@ -70,6 +70,7 @@ class ServerPool:
         self.unreachable: dict[int, tuple[float, str]] = {}
         """Server -> time of its loss and the reason."""
         self.num_recovered = 0
+        self._foreign: set[int] = set()  # servers whose weights may be of another run, whatever their version
         self._ready_timeout_s, self._weights_timeout_s = ready_timeout_s, weights_timeout_s
         self._work: list[set[anyio.CancelScope]] = [set() for _ in engines]
 
@@ -125,7 +126,11 @@ class ServerPool:
                 scope.cancel()
 
     async def start(self) -> None:
-        """Wait until enough servers are ready, then load and verify the live version on them."""
+        """Wait until enough servers are ready, then load and verify the live version on them.
+
+        A resumed run loads it on every server: another run may have left weights of the same version number.
+        """
+        self._foreign = set(range(self.num_servers)) if self.version.live else set()
         health: dict[int, Health] = {}
         answers: dict[int, dict[str, Any]] = {}
 
@@ -211,10 +216,13 @@ class ServerPool:
     async def _load_live(self, i: int, health: Health) -> dict[str, Any]:
         """Load the live version unless the server has it or reports none; returns its answer, else its numerics."""
         version, engine = self.version.live, self.engines[i]
-        if health.version is None or (health.version == version and not health.awaits_weights):
+        is_live = health.version == version and not health.awaits_weights and i not in self._foreign
+        if health.version is None or is_live:
             return {"exact": health.exact, "dtype": health.dtype, "arithmetic": health.arithmetic}
         logger.info(f"Loading version {version} on {engine} (has {health.version})")
-        return await (self._load_published(engine, version) if version else engine.reload_weights())
+        answer = await (self._load_published(engine, version) if version else engine.reload_weights())
+        self._foreign.discard(i)
+        return answer
 
     async def _load_published(self, engine: PrimeEngine, version: int) -> dict[str, Any]:
         """Load a version that a resumed trainer publishes again; retried because its directory may be replaced."""

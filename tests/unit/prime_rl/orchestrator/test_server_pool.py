@@ -248,7 +248,7 @@ async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_canary_of_a_current_server_has_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run, and a check during an update: nothing is loaded, so only /health names the dtype."""
+    """A new run, and a check during an update: nothing is loaded, so only /health names the dtype."""
     pool, compared = Servers(tmp_path, 1, None), []
     numerics = {"exact": True, "dtype": "bfloat16", "arithmetic": "amx_bf16"}
     pool.servers[0].numerics = numerics
@@ -259,6 +259,26 @@ async def test_canary_of_a_current_server_has_its_dtype(tmp_path: Path, monkeypa
     monkeypatch.setattr(pool.server_pool.canary, "check_restarted", record)
     await pool.server_pool.start()
     assert compared == [numerics] and not pool.servers[0].loads
+
+
+@pytest.mark.anyio
+async def test_a_resumed_run_loads_its_weights_once(tmp_path: Path) -> None:
+    """Servers may have the same version of another run, those that are ready at the start and later ones."""
+    pool = Servers(tmp_path, 2, 1)
+    first, late = pool.servers
+    late.there = False
+    first.version = late.version = 10
+    publish_step(pool.weights, 10, lambda path: None)
+    pool.version.update(live=10, released=10)
+    await pool.server_pool.start()
+    assert first.loads == [10] and not late.loads
+    late.there = True
+    await pool.server_pool.check_servers()
+    assert late.loads == [10] and not pool.server_pool.unreachable
+    for _ in range(2):  # a short failure of the network: the server keeps its weights
+        late.there = not late.there
+        await pool.server_pool.check_servers()
+    assert first.loads == late.loads == [10] and not pool.server_pool.unreachable
 
 
 @pytest.mark.anyio
