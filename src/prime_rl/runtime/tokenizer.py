@@ -141,6 +141,7 @@ def load_tokenizer(
     name: str, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; `chat_template` (text, or the path of a file) replaces its template."""
+    template = None if chat_template is None else read_chat_template(chat_template)
     directory = resolve_model_dir(name)
     tokenizer: PreTrainedTokenizerBase
     if (directory / "tokenizer.json").is_file() and not trust_remote_code:
@@ -154,7 +155,19 @@ def load_tokenizer(
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
-    if chat_template is not None:
-        is_file = len(chat_template) < 4096 and Path(chat_template).is_file()
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8") if is_file else chat_template
+    if template is not None:
+        tokenizer.chat_template = template
     return tokenizer
+
+
+def read_chat_template(text_or_path: str) -> str:
+    """The text of a chat template; text without `{` is the path of a file, `ValueError` if there is none."""
+    if "{" in text_or_path:
+        return text_or_path
+    path = Path(text_or_path).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"tokenizer.chat_template = {text_or_path!r} is neither a file nor a template: give the path of a file, or "
+            "text with {{ }}"
+        )
+    return path.read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ class TokenizerConfig(BaseConfig):
     """Model or directory of the tokenizer; unset: model.name."""
 
     chat_template: str | None = None
-    """Chat template that replaces the tokenizer's: template text or a file path."""
+    """Chat template that replaces the tokenizer's: template text, which contains {, or a file path."""
 
 
 class LossMaskConfig(BaseConfig):

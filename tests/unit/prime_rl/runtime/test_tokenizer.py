@@ -87,11 +87,18 @@ def test_broken_messages_are_refused(message: dict[str, Any]) -> None:
         render_chat(TOKENIZER, [message])
 
 
-def test_a_template_can_be_replaced(tmp_path: Path) -> None:
+def test_a_template_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}!")
-    for template in ("{{ messages[0].content }}!", str(tmp_path / "t.jinja")):
+    long = "{# " + "c" * 300 + " #}{{ messages[0].content }}!"  # longer than a file name may be
+    for template in ("{{ messages[0].content }}!", long, str(tmp_path / "t.jinja"), "~/t.jinja"):
         ids = render_chat(load_tokenizer("tiny-qwen3", template), [{"role": "user", "content": "hi"}])
         assert TOKENIZER.decode(ids) == "hi!"
+
+
+def test_a_missing_template_file_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.chat_template = 'chat\.jinj' is neither a file nor a template"):
+        load_tokenizer("no-such-model", "chat.jinj")
 
 
 def test_model_names(tmp_path: Path) -> None:
