@@ -103,7 +103,7 @@ class RLConfig(BaseConfig):
     """Seconds without progress after which rl reports which process waits for which; None: never."""
 
     clean: bool = False
-    """Remove the steps of an earlier run from output_dir; its metrics, samples and logs move to attempts/."""
+    """Remove the steps of an earlier run from output_dir; metrics, samples, logs and evaluations move to attempts/."""
 
     open: bool = False
     """Serve the page of the run while it runs, and open it in the browser."""

@@ -67,7 +67,7 @@ def prepare_resume(run: RunDir, requested: int) -> None:
         where = "no checkpoint yet, starting from the beginning" if step is None else f"resuming from step {step}"
         sys.stdout.write(f"note: ckpt.resume_step = -1 in {run.root}: {where}\n")
     prune_steps(run.broadcasts, lambda step: False)  # their sender has exited
-    if (folder := run.archive_steps(dict.fromkeys(run.step_dirs, step or 0))) is not None:
+    if (folder := run.archive_steps(dict.fromkeys((*run.step_dirs, run.evals), step or 0))) is not None:
         sys.stdout.write(f"note: steps after {step or 0} of the interrupted attempt moved to {folder}\n")
 
 

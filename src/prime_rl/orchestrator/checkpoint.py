@@ -72,11 +72,11 @@ class CheckpointStore:
     def claim_batches(self, step: int) -> None:
         """Ensure that no batches after `step` exist, which a trainer would read as batches of this run.
 
-        With `resume_step`, later batches and orchestrator halves are moved aside, even without a checkpoint to resume
-        from. A new run raises `ValueError` for a directory with another run's batches.
+        With `resume_step`, later batches, evaluations and orchestrator halves are moved aside, even without a
+        checkpoint to resume from. A new run raises `ValueError` for a directory with another run's batches.
         """
         if self.config is not None and self.config.resume_step is not None:
-            self.run.archive_steps({self.run.rollouts: step, self.root: step}, PART)
+            self.run.archive_steps({self.run.rollouts: step, self.run.evals: step, self.root: step}, PART)
         elif any(other > step for other in complete_steps(self.run.rollouts)):
             raise ValueError(self.run.describe_used(CKPT_PARTS, resume="--ckpt.resume-step -1"))
         remove_unfinished(self.run.rollouts)

@@ -108,9 +108,14 @@ class RunDir:
 
     @property
     def records(self) -> tuple[Path, ...]:
-        """Files and directories that describe one run, not its steps; without logs that a cluster's job has open."""
+        """Files and directories that describe one run, not its steps.
+
+        Without logs that a cluster's job has open, and without evaluations of models that are no version of the run.
+        """
         logs = [path for path in self.logs.glob("*") if not any(map(path.match, JOB_LOGS))]
-        return self.metrics, self.samples, self.trainer_logprobs, self.attempt_log, *logs, self.configs, self.state
+        tables = self.metrics, self.samples, self.trainer_logprobs, self.attempt_log
+        evals = *self.evals.glob("step_*"), *self.evals.glob("baseline_*")
+        return *tables, *logs, *evals, self.tensorboard, self.configs, self.state
 
     def find_resume_step(
         self, requested: int | None, parts: Collection[str], *, verify: str | None = None, options: str = ""

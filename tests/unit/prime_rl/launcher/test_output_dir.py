@@ -152,6 +152,36 @@ def test_clean_removes_steps_and_keeps_records(tmp_path: Path) -> None:
     assert [path.read_text() for path in kept] == ['{"reward":0.25}\n', '{"reward":0.5}\n']
 
 
+def write_evals(out: Path, *names: str) -> None:
+    for name in names:
+        path = out / "evals" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+
+
+def test_evaluations_of_an_earlier_run_are_put_aside(tmp_path: Path) -> None:
+    """Those of a model that is no version of the run stay."""
+    names = ["baseline_gsm8k.json", "step_0/gsm8k/summary.json", "step_100/gsm8k/summary.json"]
+    publish(tmp_path / "weights", 100)
+    write_evals(tmp_path, *names, "gsm8k/summary.json")
+    events = tmp_path / "tensorboard" / "trainer" / "events.out.tfevents.1"
+    events.parent.mkdir(parents=True)
+    events.write_text("x")
+    output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path), "--clean"))
+    assert listed(tmp_path / "evals") == ["gsm8k/summary.json"] and not events.exists()
+    moved = listed(tmp_path / "attempts" / "1")
+    assert moved == [*(f"evals/{name}" for name in names), "tensorboard/trainer/events.out.tfevents.1"]
+
+
+def test_resuming_moves_evaluations_after_the_checkpoint(tmp_path: Path) -> None:
+    commit(tmp_path, 10)
+    kept = ["baseline_gsm8k.json", "gsm8k/summary.json", "step_0/gsm8k/summary.json", "step_10/gsm8k/summary.json"]
+    write_evals(tmp_path, *kept, "step_15/gsm8k/summary.json")
+    output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path), "--resume"))
+    assert listed(tmp_path / "evals") == kept
+    assert listed(tmp_path / "attempts" / "1") == ["evals/step_15/gsm8k/summary.json"]
+
+
 def test_logs_that_a_job_has_open_stay_in_place(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for name in ("job-17.log", "rl-0.log", "inference.log"):
