@@ -14,7 +14,7 @@ from rollouts.training.steps import step_path
 
 def prepare_model_dir(config: InferenceConfig) -> Path:
     """Directory from which vLLM or SGLang loads; random or truncated debug weights are written to disk first."""
-    model_dir = resolve_model_dir(config.model.name)
+    model_dir = resolve_model_dir(config.model.name, config.model.trust_remote_code)
     debug = config.model.debug
     if not debug.random_init and debug.num_layers is None:
         return model_dir

@@ -270,7 +270,7 @@ def build_service(config: InferenceConfig) -> ServerState:
     """Load tokenizer and model; `ValueError` for an invalid config."""
 
     api_key = _read_key(config)
-    model_dir = resolve_model_dir(config.model.name)
+    model_dir = resolve_model_dir(config.model.name, config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
     if not tokenizer.chat_template:
         logger.warning(f"Only /completions can be used: {NO_TEMPLATE}")

@@ -29,18 +29,21 @@ __all__ = [
 ]
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
+HUB_CODE_FILES = ("*.py", "*.tiktoken")
+"""Code of a tokenizer, and a format that only such code reads."""
+
 WRITTEN_BY_A_RUN = re.compile(r"(^|/)weights/step_\d+/?$")
 ASSETS_DIR = Path(__file__).resolve().parents[1] / "assets"
-
-
 MAX_DIFFERENT_TOKENS = 0.01
 """Share of ids of the same vocabulary that may have different texts."""
 
 
-def resolve_model_dir(name: str) -> Path:
+def resolve_model_dir(name: str, trust_remote_code: bool = False) -> Path:
     """The directory of a model: a path, a shipped name (`tiny-qwen3`), a known name (`smollm2`) or a hub id.
 
-    A GGUF file is converted once, known models and hub ids are downloaded once; raises `ValueError` for other names.
+    A GGUF file is converted once, known models and hub ids are downloaded once, their code only with
+    `trust_remote_code`; raises `ValueError` for other names.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -65,7 +68,8 @@ def resolve_model_dir(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]))
+        patterns = [*HUB_FILES, *(HUB_CODE_FILES if trust_remote_code else ())]
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         raise ValueError(f"model.name {name!r} is no directory and {describe_hub_error(error)}") from error
 
@@ -142,7 +146,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; `chat_template` (text, or the path of a file) replaces its template."""
     template = None if chat_template is None else read_chat_template(chat_template)
-    directory = resolve_model_dir(name)
+    directory = resolve_model_dir(name, trust_remote_code)
     tokenizer: PreTrainedTokenizerBase
     if (directory / "tokenizer.json").is_file() and not trust_remote_code:
         from transformers import PreTrainedTokenizerFast

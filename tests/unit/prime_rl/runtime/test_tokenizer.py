@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.initial_weights import prepare_model_dir
 from prime_rl.runtime.tokenizer import load_tokenizer, render_chat, resolve_model_dir
 
 TOKENIZER = load_tokenizer("tiny-qwen3")
@@ -108,6 +111,32 @@ def test_model_names(tmp_path: Path) -> None:
         resolve_model_dir("no-such-model")
     with pytest.raises(ValueError, match=r"config\.json"):
         resolve_model_dir(str(tmp_path))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_of_a_hub_model_is_only_fetched_if_trusted(
+    trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, code = ["config.json", "tokenizer_config.json"], ["tokenization_mine.py", "vocab.tiktoken"]
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        for file in (*data, *code):
+            if any(fnmatch(file, pattern) for pattern in allow_patterns):
+                (tmp_path / file).write_text("{}")
+        return str(tmp_path)
+
+    def load(directory: str, trust_remote_code: bool) -> list[str]:
+        assert trust_remote_code is trusted
+        return sorted(path.name for path in Path(directory).iterdir())
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    found: Any = load_tokenizer("owner/mine", trust_remote_code=trusted)
+    assert found == sorted(data + code * trusted)
+    config = InferenceConfig.model_validate({"model": {"name": "owner/mine", "trust_remote_code": trusted}})
+    for file in code:
+        (tmp_path / file).unlink(missing_ok=True)
+    assert load(str(prepare_model_dir(config)), trusted) == found, "as vLLM loads it"
 
 
 def test_the_shipped_shape_fits_whole_vector_lanes() -> None:
