@@ -7,10 +7,12 @@ Service       one headless service: DNS names of pods before they are ready
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from prime_rl.deployment.config import KubernetesDeployment
 from prime_rl.deployment.layout import KEY_VARIABLE, TEMPLATES, Layout, Task, render_template, run_tool
@@ -65,7 +67,28 @@ def find_addresses(layout: Layout, config: KubernetesDeployment) -> dict[str, st
     }
 
 
-def submit(files: Path) -> str:
-    """Apply the objects; returns the output of kubectl. Raises `ValueError` with its error."""
+def submit(files: Path, config: KubernetesDeployment) -> str:
+    """Apply the objects; returns the output of kubectl. Raises `ValueError` with its error, or if the run is active."""
     argv = ["kubectl", "apply", "-k", str(files)]
-    return run_tool(argv, f"run `{' '.join(argv)}` on a machine that has it")
+    elsewhere = f"run `{' '.join(argv)}` on a machine that has it"
+    delete_finished_jobs(files, config, elsewhere)
+    return run_tool(argv, elsewhere)
+
+
+def delete_finished_jobs(files: Path, config: KubernetesDeployment, elsewhere: str) -> None:
+    """Delete the Jobs of an earlier start, because Jobs cannot be changed; `ValueError` if one has not ended."""
+    label = f"app.kubernetes.io/instance={config.name}"
+    listed = run_tool(["kubectl", "get", "jobs", "-n", config.namespace, "-o", "json", "-l", label], elsewhere)
+    jobs = {job["metadata"]["name"]: job for job in json.loads(listed)["items"]}
+    if active := [name for name, job in jobs.items() if not _has_ended(job)]:
+        raise ValueError(
+            f"deployment.name = {config.name!r} is in use, as these jobs have not ended: {', '.join(active)}\n"
+            f"  wait for them, delete the run with `kubectl delete -k {files}`, or give another name"
+        )
+    if jobs:
+        run_tool(["kubectl", "delete", "jobs", "-n", config.namespace, *jobs], elsewhere)
+
+
+def _has_ended(job: Mapping[str, Any]) -> bool:
+    conditions = job.get("status", {}).get("conditions", [])
+    return any(item["type"] in ("Complete", "Failed") and item["status"] == "True" for item in conditions)

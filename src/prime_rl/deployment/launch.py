@@ -99,7 +99,7 @@ def deploy(layout: Layout, configs: Mapping[str, BaseConfig], deployment: Cluste
                 return result
             _log(f"Ray job {result}; logs in {RunDir(out).logs}")
         case KubernetesDeployment():
-            _log(kubernetes.submit(directory))
+            _log(kubernetes.submit(directory, deployment))
             _log(f"Delete it with: kubectl delete -k {os.path.relpath(directory)}")
     return 0
 

@@ -167,7 +167,7 @@ def test_one_machine_runs_rl_whole_with_its_gpu_lists(kind: str, tmp_path: Path)
 
 def test_clean_is_refused_where_it_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(kubernetes, "submit", lambda _: "applied")
+    monkeypatch.setattr(kubernetes, "submit", lambda *_: "applied")
     with pytest.raises(ValueError, match=r"clean .*deployment\.claim: .*output_dir"):
         rl(parse("kubernetes", *WIDE, "--clean"))
     assert not list(tmp_path.iterdir())
@@ -373,8 +373,41 @@ def test_submit_tool_errors_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
     assert deploy(*cluster_layout.plan_cluster(config), config.deployment, tmp_path / "run") == 0
 
 
+@pytest.mark.parametrize(
+    ("ended", "deleted"), [([], []), ([True, True], ["prime-rl-job0", "prime-rl-job1"]), ([True, False], None)]
+)
+def test_ended_jobs_of_an_earlier_start_are_replaced(
+    ended: list[bool], deleted: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs cannot be changed. With one that has not ended, nothing is changed: it may be a running run."""
+    jobs = [
+        {
+            "metadata": {"name": f"prime-rl-job{i}"},
+            "status": {"conditions": [{"type": "Suspended", "status": "True"}, {"type": "Failed", "status": str(end)}]},
+        }
+        for i, end in enumerate(ended)
+    ]
+    calls = []
+
+    def kubectl(argv: list[str], elsewhere: str) -> str:
+        calls.append(argv[1:])
+        return json.dumps({"items": jobs}) if argv[1] == "get" else "applied"
+
+    monkeypatch.setattr(kubernetes, "run_tool", kubectl)
+    config = parse("kubernetes", *WIDE).deployment
+    look = ["get", "jobs", "-n", "default", "-o", "json", "-l", "app.kubernetes.io/instance=prime-rl"]
+    if deleted is None:
+        with pytest.raises(ValueError, match=r"deployment\.name = 'prime-rl' is in use, .*: prime-rl-job1\n"):
+            kubernetes.submit(Path("run"), config)
+        assert calls == [look]
+    else:
+        assert kubernetes.submit(Path("run"), config) == "applied"
+        delete = [["delete", "jobs", "-n", "default", *deleted]] if deleted else []
+        assert calls == [look, *delete, ["apply", "-k", "run"]]
+
+
 def test_every_run_has_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes, "submit", lambda _: "applied")
+    monkeypatch.setattr(kubernetes, "submit", lambda *_: "applied")
     config = parse("kubernetes", *WIDE)
     keys = set()
     for name in "ab":
