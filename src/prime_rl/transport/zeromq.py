@@ -59,14 +59,17 @@ class ZmqBatchSender(FilesystemBatchSender):
         self._sent: dict[bytes, int] = {}  # receiver -> step on its way
 
     def open(self) -> None:
-        """Listen. Raises `ValueError` when the address is taken."""
-        router = self._context.socket(zmq.ROUTER)
+        """Listen. Raises `ValueError` when the port is taken, or the host is no address of this machine."""
+        router = open_socket(self._context, zmq.ROUTER, self.address)
         router.setsockopt(zmq.LINGER, 0)
         try:
             router.bind(self.address)
         except zmq.ZMQError as error:
             router.close()
-            raise ValueError(f"transport: cannot listen at {self.address} ({error}): set transport.port") from error
+            cure = (
+                "transport.port" if error.errno == zmq.EADDRINUSE else "transport.host to an IP address of this machine"
+            )
+            raise ValueError(f"transport: cannot listen at {self.address} ({error}): set {cure}") from error
         inner = self._context.socket(zmq.PULL)
         inner.bind(self._signal_address)
         self._signal = self._context.socket(zmq.PUSH)
@@ -143,7 +146,7 @@ class ZmqBatchReceiver:
     def __init__(self, host: str, port: int) -> None:
         self.address = make_address(host, port)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = open_socket(self._context, zmq.DEALER, self.address)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue requests while the sender is unreachable
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -184,4 +187,12 @@ class ZmqBatchReceiver:
 
 def make_address(host: str, port: int) -> str:
     """The TCP address; localhost becomes 127.0.0.1, because ZeroMQ binds to IP addresses."""
-    return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
+    name = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
+    return f"tcp://{name}:{port}"
+
+
+def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+    """A socket for `address`, which is of IPv6 if it has brackets."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    return socket

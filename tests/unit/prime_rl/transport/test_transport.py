@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from socket import AF_INET6, create_server
 
 import anyio
 import msgspec
@@ -300,6 +301,28 @@ def test_other_schemas_and_invalid_messages_are_rejected(tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match=f"request has schema {SCHEMA + 1}, this version reads {SCHEMA}"):
         receiver.receive(1, WAIT_S)
     receiver.close()
+    sender.close()
+
+
+def test_batches_arrive_over_ipv6(tmp_path: Path) -> None:
+    port = free_port()
+    try:
+        create_server(("::1", port), family=AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    sender = ZmqBatchSender(tmp_path, "::1", port)
+    sender.open()
+    publish(sender, 1)
+    receiver = ZmqBatchReceiver("::1", port)
+    assert receiver.receive(1, WAIT_S) == batch(1)
+    receiver.close()
+    sender.close()
+
+
+def test_a_host_that_is_no_address_is_named(tmp_path: Path) -> None:
+    sender = ZmqBatchSender(tmp_path, "trainer.invalid", free_port())
+    with pytest.raises(ValueError, match=r"cannot listen at tcp://trainer\.invalid.*: set transport\.host to an IP"):
+        sender.open()
     sender.close()
 
 
