@@ -383,6 +383,19 @@ class GenerationEnvConfig(EnvConfig):
     """Rollouts per example of this environment; unset: the global rollouts_per_example."""
 
 
+def check_generation_envs(envs: Sequence[GenerationEnvConfig], rollouts_per_example: int, max_concurrent: int) -> None:
+    """`ValueError` for two environments of one name, and for more rollouts of an example than may run at once."""
+    names = [env.name or env.id for env in envs]
+    if duplicates := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"env has two environments named {sorted(duplicates)[0]!r}: rename one of them")
+    num_rollouts = max((env.rollouts_per_example or rollouts_per_example for env in envs), default=rollouts_per_example)
+    if num_rollouts > max_concurrent:
+        raise ValueError(
+            f"max_concurrent = {max_concurrent} is less than the {num_rollouts} rollouts of one example: raise it or "
+            "lower rollouts_per_example"
+        )
+
+
 class GenerationConfig(TrackersConfig):
     """Model, environments and amount of generation, shared by `eval` and `synthesize`."""
 
@@ -436,15 +449,7 @@ class GenerationConfig(TrackersConfig):
 
     @model_validator(mode="after")
     def _check_env(self) -> GenerationConfig:
-        names = [env.name or env.id for env in self.env]
-        if duplicates := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"env has two environments named {sorted(duplicates)[0]!r}: rename one of them")
-        for env in self.env:
-            if (num_rollouts := self.num_rollouts(env)) > self.max_concurrent:
-                raise ValueError(
-                    f"max_concurrent = {self.max_concurrent} is less than the {num_rollouts} rollouts of one example: "
-                    "raise it or lower rollouts_per_example"
-                )
+        check_generation_envs(self.env, self.rollouts_per_example, self.max_concurrent)
         return self
 
     def num_rollouts(self, env: GenerationEnvConfig) -> int:

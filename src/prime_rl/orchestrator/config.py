@@ -21,6 +21,7 @@ from prime_rl.configuration.sections import (
     TrackersConfig,
     TransportConfig,
     WeightBroadcastConfig,
+    check_generation_envs,
 )
 from prime_rl.orchestrator.distillation.config import ContextConfig, TeacherConfig
 from prime_rl.runtime.run_dir import RunDir
@@ -207,6 +208,11 @@ class OnlineEvalConfig(BaseConfig):
 
     max_concurrent: int = Field(default=256, ge=1)
     """Maximum concurrent evaluation rollouts, in addition to training."""
+
+    @model_validator(mode="after")
+    def _check_env(self) -> OnlineEvalConfig:
+        check_generation_envs(self.env, self.rollouts_per_example, self.max_concurrent)
+        return self
 
 
 class ValConfig(BaseConfig):

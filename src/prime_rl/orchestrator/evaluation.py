@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 VAL_CONCURRENCY = 256
-"""Maximum concurrent rollouts of a validation."""
+"""Maximum concurrent rollouts of a validation, or those of one example if they are more."""
 
 
 class EvalKind(StrEnum):
@@ -297,7 +297,7 @@ def build_schedules(
                 "sampling": config.sampling,
                 "num_examples": config.val.num_examples,
                 "rollouts_per_example": config.val.rollouts_per_example,
-                "max_concurrent": VAL_CONCURRENCY,
+                "max_concurrent": max(VAL_CONCURRENCY, config.val.rollouts_per_example),
             }
         )
         last = find_last_finished(config.output_dir, EvalKind.VAL, version) if version else -1
@@ -308,8 +308,10 @@ def build_schedules(
 def max_concurrent_rollouts(config: OrchestratorConfig) -> int:
     """Rollouts of evaluation and validation that may run at once, beside those of training."""
     num_eval = 0 if config.eval is None else config.eval.max_concurrent
-    val = config.val
-    return num_eval + (0 if val is None else min(VAL_CONCURRENCY, val.num_examples * val.rollouts_per_example))
+    if (val := config.val) is None:
+        return num_eval
+    per_example = val.rollouts_per_example
+    return num_eval + min(max(VAL_CONCURRENCY, per_example), val.num_examples * per_example)
 
 
 def find_last_finished(output_dir: Path, kind: EvalKind, version: int) -> int:

@@ -16,7 +16,14 @@ from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import Teacher
-from prime_rl.orchestrator.evaluation import EvalKind, EvalSchedule, Evaluations, build_evaluations
+from prime_rl.orchestrator.evaluation import (
+    EvalKind,
+    EvalSchedule,
+    Evaluations,
+    build_evaluations,
+    build_schedules,
+    max_concurrent_rollouts,
+)
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.agent_integration import Rollout
 
@@ -106,6 +113,13 @@ def test_contexts_of_evaluation_rows_are_checked_first(tmp_path: Path, teacher: 
     anything: Any = SimpleNamespace()
     with pytest.raises(ValueError, match=message):
         build_evaluations(config, [schedule], anything, anything, scorer)
+
+
+def test_a_validation_may_have_many_rollouts_of_an_example(tmp_path: Path) -> None:
+    values = {"env": [{"id": "world"}], "val": {"rollouts_per_example": 512}, "output_dir": tmp_path}
+    config, world = OrchestratorConfig.model_validate(values), SimpleNamespace(rows=lambda split: [])
+    [schedule] = build_schedules(config, {"world": world}, {}, 0)  # type: ignore[dict-item]
+    assert schedule.config.max_concurrent == max_concurrent_rollouts(config) == 512
 
 
 def test_baselines_are_not_measured_on_lost_servers(tmp_path: Path) -> None:

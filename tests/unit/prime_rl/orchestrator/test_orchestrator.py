@@ -798,6 +798,9 @@ def test_invalid_configs_raise(environments: dict[str, Environment], engine: Fak
         ({"batch_size": 10, "rollouts_per_example": 4}, "batch_size = 10 is not a multiple"),
         ({"env": [{"id": "a"}, {"id": "b", "name": "a"}]}, "two environments called 'a'"),
         ({"advantage": {"baseline": "none", "length_weighted_mean": True}}, "two baselines"),
+        ({"eval": {"env": [{"id": "a"}, {"id": "b", "name": "a"}]}}, r"eval\n.*two environments named 'a'"),
+        ({"eval": {"rollouts_per_example": 512}}, r"eval\n.*max_concurrent = 256 is less than the 512 rollouts"),
+        ({"eval": {"env": [{"id": "a", "rollouts_per_example": 300}]}}, r"eval\n.*256 is less than the 300 rollouts"),
     ):
         with pytest.raises(ValueError, match=message):
             OrchestratorConfig.model_validate(values)
