@@ -171,13 +171,13 @@ class RLConfig(BaseConfig):
                 f"trainer.loss.{loss.needs_teacher} is {getattr(loss, loss.needs_teacher)} but there is no teacher: "
                 "set [orchestrator.teacher_model]"
             )
-        if self.orchestrator.has_reward_kl:
+        if (key := self.orchestrator.reward_kl_key) is not None:
             if teacher is None:
-                raise ValueError("orchestrator.advantage.kl_coef needs a reference: set [orchestrator.teacher_model]")
+                raise ValueError(f"orchestrator.{key} needs a reference: set [orchestrator.teacher_model]")
             if loss.needs_teacher:
                 raise ValueError(
-                    f"orchestrator.advantage.kl_coef uses the reference in the reward and trainer.loss."
-                    f"{loss.needs_teacher} in the loss: set one of them to 0"
+                    f"orchestrator.{key} uses the reference in the reward and trainer.loss.{loss.needs_teacher} = "
+                    f"{getattr(loss, loss.needs_teacher)} in the loss: set one of them to 0"
                 )
             return self
         if teacher is not None and not loss.needs_teacher:

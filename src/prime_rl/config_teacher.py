@@ -145,16 +145,28 @@ def _fill_taus(tables: ConfigTables) -> None:
     """Default loss weights: those of a distillation, or 1, 0, 0 where the teacher is only the reference of a KL."""
     if tables.get("trainer.loss.type") in SELF_TEACHERS:
         return
-    source = next(filter(tables.get, ("orchestrator.advantage.kl_coef", "trainer.loss.kl_coef")), None)
     taus = [f"trainer.loss.{name}" for name in ("adv_tau", "teacher_tau", "student_tau")]
-    if source == "trainer.loss.kl_coef":
-        is_distillation = _given_keys(tables) & {"context_from", *CONTEXT_SOURCES} or any(map(tables.has, taus))
+    source = _find_kl(tables)
+    if source not in (None, "orchestrator.advantage.kl_coef"):
+        has_taus = source == "trainer.loss.kl_coef" and any(map(tables.has, taus))
+        is_distillation = _given_keys(tables) & {"context_from", *CONTEXT_SOURCES} or has_taus
         source = None if is_distillation else source
     for key, value in zip(taus[:2], (TAU, TAU) if source is None else (1.0, 0.0), strict=True):
         if not tables.has(key):
             tables.set(key, value, source or TEACHER)
     if not tables.has("trainer.loss.student_tau"):
         tables.set("trainer.loss.student_tau", tables.get("trainer.loss.teacher_tau"), "trainer.loss.teacher_tau")
+
+
+def _find_kl(tables: ConfigTables) -> str | None:
+    """The key of a KL to the reference: in all rewards, in those of an environment, or in the loss."""
+    if tables.get(key := "orchestrator.advantage.kl_coef"):
+        return key
+    for i, env in enumerate(tables.get("orchestrator.env", [])):
+        advantage = env.get("advantage") if isinstance(env, dict) else None
+        if isinstance(advantage, dict) and advantage.get("kl_coef"):
+            return f"orchestrator.env.{i}.advantage.kl_coef"
+    return key if tables.get(key := "trainer.loss.kl_coef") else None
 
 
 def _set_top_logprobs(tables: ConfigTables) -> None:

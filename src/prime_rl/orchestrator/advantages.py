@@ -35,7 +35,7 @@ def build_advantages(
             sample.objective = env if env in with_loss else None
         for name, part in by_env.items():
             (whole if name is None else own[name])(part)
-        for sample in samples if config.has_reward_kl else ():
+        for sample in samples if config.reward_kl_key else ():
             sample.teacher_logprobs = sample.teacher_table = None
 
     return assign

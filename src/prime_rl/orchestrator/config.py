@@ -389,9 +389,12 @@ class OrchestratorConfig(TrackersConfig):
         return self
 
     @property
-    def has_reward_kl(self) -> bool:
-        """Whether rewards contain a KL to the reference."""
-        return any(choice and choice.kl_coef for choice in (self.advantage, *(env.advantage for env in self.env)))
+    def reward_kl_key(self) -> str | None:
+        """The first key that subtracts a KL to the reference from rewards; None if there is none."""
+        choices = {"advantage": self.advantage} | {
+            f"env.{i}.advantage": env.advantage for i, env in enumerate(self.env)
+        }
+        return next((f"{name}.kl_coef" for name, choice in choices.items() if choice and choice.kl_coef), None)
 
     @model_validator(mode="after")
     def _check_sampling(self) -> OrchestratorConfig:

@@ -519,6 +519,18 @@ def test_a_kl_in_the_reward_needs_a_reference_of_its_own() -> None:
         RLConfig.model_validate({**values, "trainer": {"loss": {"teacher_tau": 0.5}}})
 
 
+def test_one_environment_may_have_a_kl_in_its_reward() -> None:
+    plain, costly = {"id": "a"}, {"id": "b", "advantage": {"kl_coef": 0.1}}
+    teacher = {"model": {"name": "other"}}
+    loss = RLConfig.model_validate({"orchestrator": {"env": [plain, costly], "teacher_model": teacher}}).trainer.loss
+    assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == (1.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match=r"orchestrator\.env\.1\.advantage\.kl_coef needs a reference"):
+        RLConfig.model_validate({"orchestrator": {"env": [plain, costly]}})
+    taught = {"env": [plain | {"context": "x"}, costly], "teacher_model": teacher}
+    with pytest.raises(ValueError, match=r"env\.1\.advantage\.kl_coef uses .* trainer\.loss\.teacher_tau = 0\.5 in"):
+        RLConfig.model_validate({"orchestrator": taught})
+
+
 def test_modules_trained_whole_cannot_travel_in_an_adapter() -> None:
     lora = {"modules_to_save": ["lm_head"]}
     with pytest.raises(ValueError, match=r"lora\.merge = true"):
