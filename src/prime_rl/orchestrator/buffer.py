@@ -13,7 +13,7 @@ from typing import Any
 
 from loguru import logger
 
-from prime_rl.configuration.imports import import_function
+from prime_rl.configuration.imports import check_arguments, import_function
 from prime_rl.orchestrator.config import BufferConfig, OrchestratorConfig
 from prime_rl.orchestrator.policy_version import PolicyVersion
 from rollouts.training.environments import Environment, Row
@@ -276,5 +276,9 @@ def build_buffer(
 
 
 def load_curriculum(path: str | None) -> Curriculum | None:
-    """The curriculum function at `module:name`; `ValueError` if there is none."""
-    return None if path is None else import_function(path, "buffer.curriculum")
+    """The curriculum function at `module:name`; `ValueError` if there is none, or if it takes other arguments."""
+    if path is None:
+        return None
+    function = import_function(path, "buffer.curriculum")
+    check_arguments(function, path, "buffer.curriculum", dict.fromkeys(("env", "version", "reward")), "row")
+    return function

@@ -248,12 +248,20 @@ def test_skip_verification_runs_no_rewards(engine: FakeEngine, tmp_path: Path, m
     assert [sample.reward for sample in batches[0]] == [0.0] * 8
 
 
+def without_reward(row: dict[str, Any], env: str, version: int) -> bool:
+    return True
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"ckpt": {"resume_step": 7}}, r"ckpt\.resume_step = 7: .* complete: none"),
         ({"buffer": {"filters": [{"name": "zero_varince"}]}}, "buffer.filters: 'zero_varince' is not one of"),
         ({"buffer": {"curriculum": "nowhere:f"}}, "buffer.curriculum = 'nowhere:f' cannot be imported"),
+        (
+            {"buffer": {"curriculum": f"{__name__}:without_reward"}},
+            r"buffer\.curriculum = .* does not take the arguments \(row, env, version, reward\): .*'reward'",
+        ),
     ],
 )
 def test_invalid_input_raises_before_loading(values: dict[str, Any], message: str, tmp_path: Path) -> None:
