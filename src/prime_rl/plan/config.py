@@ -137,12 +137,23 @@ class PlanConfig(RLConfig):
 
     @model_validator(mode="after")
     def _check_gpu_count(self) -> PlanConfig:
-        serving = 0 if self.inference is None else self.inference.parallel.tp
-        training = self.cluster.trainer_gpus or len(self.trainer_gpu_ids or []) or self.trainer.parallel.model_ranks
-        if self.cluster.num_gpus > 1 and training + serving > self.cluster.num_gpus:
+        total, serving = self.cluster.num_gpus, 0 if self.inference is None else self.inference.parallel.tp
+        sizes = {
+            "cluster.trainer_gpus": self.cluster.trainer_gpus,
+            "trainer_gpu_ids": len(self.trainer_gpu_ids or []),
+            "trainer.parallel": self.trainer.parallel.model_ranks,
+        }
+        key, training = next((key, size) for key, size in sizes.items() if size)
+        for name, size in ((key, training), ("inference.parallel.tp", serving)):
+            if size > total:
+                raise ValueError(
+                    f"cluster.nodes * cluster.gpus_per_node = {total} GPUs are fewer than the {size} of {name}: raise "
+                    "them, or lower it"
+                )
+        if total > 1 and training + serving > total:  # a single GPU is shared
             raise ValueError(
-                f"cluster.nodes * cluster.gpus_per_node = {self.cluster.num_gpus} GPUs: {training} for training leave "
-                f"no engine of inference.parallel.tp = {serving}"
+                f"cluster.nodes * cluster.gpus_per_node = {total} GPUs: {training} for training leave no engine of "
+                f"inference.parallel.tp = {serving}"
             )
         return self
 

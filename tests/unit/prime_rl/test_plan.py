@@ -311,6 +311,15 @@ def test_advice(line: str, words: str) -> None:
 def test_too_small_cluster_is_rejected() -> None:
     with pytest.raises(ValueError, match="gpus_per_node"):
         parse("--cluster.gpus-per-node 2 --trainer.parallel.tp 2")
+    for option, key in (
+        ("--cluster.trainer-gpus", "cluster.trainer_gpus"),
+        ("--trainer.parallel.tp", "trainer.parallel"),
+        ("--inference.parallel.tp", "inference.parallel.tp"),
+    ):
+        for nodes in (1, 2):
+            with pytest.raises(ValueError, match=f"= {nodes} GPUs are fewer than the {nodes + 1} of {key}: raise them"):
+                parse(f"--cluster.gpus-per-node 1 --cluster.nodes {nodes} {option} {nodes + 1}")
+    assert parse("--cluster.gpus-per-node 1").cluster.num_gpus == 1, "trainer and engine share it"
     config = parse("--trainer.parallel.tp 3 --cluster.trainer-gpus 4")
     with pytest.raises(ValueError, match="multiple that leaves an engine"):
         choose_split(config, read_shape(config.model.name))
