@@ -95,6 +95,7 @@ class ParsedRequest:
     names_as_ids: bool  # show a token as `token_id:N`
     tools: list[Json] | None
     single_tool: bool
+    seeded: bool = True  # the request has a seed, which then is that of all its prompts
     echo: bool = False
     adapter: str | None = None
     opened: bool = False  # the prompt ends inside a reasoning block
@@ -206,6 +207,7 @@ def parse_request(
         names_as_ids=read_flag(body, "return_tokens_as_token_ids", False),
         tools=parse_tools(body) if chat else None,
         single_tool=not read_flag(body, "parallel_tool_calls", True),
+        seeded=seed is not None,
         echo=echo,
     )
 

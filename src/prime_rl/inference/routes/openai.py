@@ -222,13 +222,18 @@ def check(service: ServerState, requests: list[GenerationRequest]) -> None:
 
 
 def build_checked(service: ServerState, prompts: list[list[int]], parsed: ParsedRequest) -> list[GenerationRequest]:
-    """Build the engine requests; `ApiError` if they exceed the queue size or are unsupported."""
+    """Build the engine requests; `ApiError` if they exceed the queue size or are unsupported.
+
+    Without a seed in the request, each prompt has its own: the engine draws by seed and position.
+    """
     limit = service.engine.max_requests
     if limit is not None and len(prompts) * parsed.num_choices > limit:
         raise ApiError(f"{len(prompts)} prompts with n = {parsed.num_choices} exceed {limit} requests: send fewer")
-    requests = [
-        single for prompt in prompts for single in build_requests(prompt, parsed, service.max_model_len - len(prompt))
-    ]
+    requests: list[GenerationRequest] = []
+    for prompt in prompts:
+        if requests and not parsed.seeded:
+            parsed = replace(parsed, params=replace(parsed.params, seed=service.next_seed()))
+        requests += build_requests(prompt, parsed, service.max_model_len - len(prompt))
     check(service, requests)
     return requests
 

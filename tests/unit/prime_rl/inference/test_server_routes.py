@@ -184,6 +184,13 @@ def test_prompts_of_a_request_have_their_own_limits(server: RunningServer) -> No
     assert reply.status_code == 400 and "maximum context length" in reply.json()["error"]["message"]
 
 
+def test_without_a_seed_each_prompt_is_drawn_by_its_own(server: RunningServer) -> None:
+    body = {"prompt": [PROMPT] * 3, "max_tokens": 12, "ignore_eos": True}
+    for given, num_texts in (({}, 3), ({"seed": 5}, 1)):
+        choices = server.post("/v1/completions", body | given).json()["choices"]
+        assert len({choice["text"] for choice in choices}) == num_texts
+
+
 def test_streamed_completions_report_what_whole_ones_do(server: RunningServer) -> None:
     """Offsets while text waits for a stop string, and the ids of the prompt."""
     body = {"prompt": PROMPT, "max_tokens": 12, "logprobs": 1, "stop": ["z" * 18], "seed": 1, "ignore_eos": True}
