@@ -62,30 +62,39 @@ class Session:
         self._written: set[bytes] = set()
         self._written_loosely: dict[bytes, Message] = {}
         self._answers: dict[bytes, Any] = {}
+        self._unanswered: Counter[bytes] = Counter()
+        """Cancelled requests, by their key in `_answers`, that no retry has followed yet."""
         self._repeats: Counter[bytes] = Counter()
 
     async def complete(self, request: ChatRequest, *, is_retry: bool = False) -> Any:
         """Answer a request as OpenAI's chat completions do; raises `RequestError` or `NoAnswer`.
 
-        The same request again draws again, except that a retry of a client that lost the answer gets that answer.
+        The same request again draws again, except that a retry of a client that lost the answer gets that answer. It
+        draws again if an equal request was cancelled: then the answer may be that of another sample.
         """
         self.first_request.set()
         request.check()
         messages = [normalize_message(message) for message in request.messages]
         body = self._build_body(request)
-        key = encode_exact([messages, body.get("tools")])
-        if is_retry and key in self._answers:
+        key = encode_exact([messages, body])
+        if is_retry and self._unanswered[key]:
+            self._unanswered[key] -= 1
+        elif is_retry and key in self._answers:
             return self._answers[key]
         messages = self._restore(messages)
+        texts = encode_exact([messages, body.get("tools")])
         if body.get("seed") is not None:
-            body["seed"] += self._repeats[key]
-        self._repeats[key] += 1
+            body["seed"] += self._repeats[texts]
+        self._repeats[texts] += 1
         try:
             answer = await self._client.chat.completions.create(model=self.model, messages=messages, **body)
+        except asyncio.CancelledError:
+            self._unanswered[key] += 1
+            raise
         except Exception as error:
             raise self._explain(error) from error
-        self._answers[key] = answer
         self._record(messages, answer)
+        self._answers[key] = answer
         return answer
 
     def split_last(self) -> tuple[list[Message], list[Message]]:

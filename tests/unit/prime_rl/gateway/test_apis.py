@@ -12,7 +12,7 @@ import openai
 import pytest
 from recorded_client import CALL, RecordedClient
 
-from prime_rl.gateway.chat import RequestError
+from prime_rl.gateway.chat import ChatRequest, RequestError
 from prime_rl.gateway.server import Gateway
 from prime_rl.gateway.session import Session
 from rollouts.training.environments.answers import AnswerMessage, Choice
@@ -215,6 +215,27 @@ def test_a_retry_gets_the_answer_that_was_lost() -> None:
 
     assert serve(client, work) == ["one", "one", "two", "two"]
     assert [request["seed"] for request in client.requests] == [3, 4]
+
+
+def test_a_retry_gets_no_answer_of_another_request() -> None:
+    async def never_answer(request: dict[str, Any]) -> str:
+        return await asyncio.Event().wait() and ""
+
+    async def run() -> list[str]:
+        session, messages = (
+            Session(RecordedClient("one", never_answer, "two", "three"), "policy", SAMPLING),
+            [{"role": "user"}],
+        )
+        answers = [await session.complete(ChatRequest(messages))]
+        timed_out = asyncio.create_task(session.complete(ChatRequest(messages)))
+        await asyncio.sleep(0)
+        timed_out.cancel()
+        await asyncio.wait([timed_out])
+        for request in (ChatRequest(messages), ChatRequest(messages, max_tokens=5), ChatRequest(messages)):
+            answers.append(await session.complete(request, is_retry=True))
+        return [answer.choices[0].message.content for answer in answers]
+
+    assert asyncio.run(run()) == ["one", "two", "three", "two"]
 
 
 def test_a_compacted_history_goes_on_after_an_overlong_one() -> None:
