@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -85,6 +86,12 @@ def parse_arguments(text: str) -> dict[str, Any]:
 def encode_exact(value: Any) -> bytes:
     """Bytes that are equal for equal plain data."""
     return msgspec.json.encode(value, order="deterministic")
+
+
+def digest_texts(messages: Sequence[Message]) -> int:
+    """A number of 64 bits for the roles, texts and calls of messages, without the ids of calls, which are random."""
+    texts = [[m["role"], m["content"], [call["function"] for call in m.get("tool_calls", [])]] for m in messages]
+    return int.from_bytes(hashlib.blake2b(encode_exact(texts), digest_size=8).digest())
 
 
 def encode_loose(message: Message) -> bytes:

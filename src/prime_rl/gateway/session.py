@@ -12,6 +12,7 @@ from prime_rl.gateway.chat import (
     CONTEXT_LENGTH,
     ChatRequest,
     RequestError,
+    digest_texts,
     encode_exact,
     encode_loose,
     normalize_message,
@@ -19,6 +20,7 @@ from prime_rl.gateway.chat import (
 from rollouts.agents import Turn
 from rollouts.training.environments.plain import build_request, read_message, read_turn
 from rollouts.training.environments.protocol import add_usage, describe_failure
+from rollouts.training.environments.seats import derive_move_seed
 from rollouts.training.types import Message
 
 PASSED_ON = ("tools", "tool_choice", "response_format", "chat_template_kwargs")
@@ -64,7 +66,7 @@ class Session:
         self._answers: dict[bytes, Any] = {}
         self._unanswered: Counter[bytes] = Counter()
         """Cancelled requests, by their key in `_answers`, that no retry has followed yet."""
-        self._repeats: Counter[bytes] = Counter()
+        self._repeats: Counter[int] = Counter()
 
     async def complete(self, request: ChatRequest, *, is_retry: bool = False) -> Any:
         """Answer a request as OpenAI's chat completions do; raises `RequestError` or `NoAnswer`.
@@ -82,10 +84,8 @@ class Session:
         elif is_retry and key in self._answers:
             return self._answers[key]
         messages = self._restore(messages)
-        texts = encode_exact([messages, body.get("tools")])
         if body.get("seed") is not None:
-            body["seed"] += self._repeats[texts]
-        self._repeats[texts] += 1
+            body["seed"] = self._derive_seed(body["seed"], messages)
         try:
             answer = await self._client.chat.completions.create(model=self.model, messages=messages, **body)
         except asyncio.CancelledError:
@@ -112,6 +112,15 @@ class Session:
         if known := [limit for limit in limits if limit is not None]:
             body["max_completion_tokens"] = min(known)
         return body
+
+    def _derive_seed(self, seed: int, messages: list[Message]) -> int:
+        """The seed of the next draw for these messages, the same in a repeated run.
+
+        An engine draws by seed and position: with one seed, branches of equal length would be correlated.
+        """
+        digest = digest_texts(messages)
+        self._repeats[digest] += 1
+        return derive_move_seed(seed, digest + self._repeats[digest])
 
     def _restore(self, messages: list[Message]) -> list[Message]:
         """The messages, those of the engine as it wrote them; counts a history that the agent has edited."""
