@@ -75,10 +75,10 @@ def read_text(content: Any) -> str:
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Arguments of a tool call as an object; text that is none becomes the value of `arguments`."""
+    """Arguments of a tool call as an object; other text, or too deep JSON, becomes the value of `arguments`."""
     try:
         value = msgspec.json.decode(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     return value if isinstance(value, dict) else {"arguments": value}
 

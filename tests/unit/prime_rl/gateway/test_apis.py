@@ -15,7 +15,7 @@ from recorded_client import CALL, RecordedClient
 from prime_rl.gateway.chat import ChatRequest, RequestError
 from prime_rl.gateway.server import Gateway
 from prime_rl.gateway.session import Session
-from rollouts.training.environments.answers import AnswerMessage, Choice
+from rollouts.training.environments.answers import AnswerMessage, Choice, FunctionCall, ToolCall
 
 SAMPLING = {"temperature": 0.7, "max_tokens": 50, "seed": 3, "logprobs": True, "extra_body": {"return_token_ids": True}}
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
@@ -150,6 +150,19 @@ def test_anthropic_messages_keep_the_text_of_sampled_calls() -> None:
     assert (system["content"], tool) == ("Add.", {"role": "tool", "tool_call_id": "call_1", "content": "3"})
     assert assistant["tool_calls"] == [CALL.model_dump()], "with its own spaces, not those of the agent's JSON"
     assert session.num_unmatched == 0
+
+
+def test_deeply_nested_arguments_are_text() -> None:
+    deep = "[" * 5000
+    client = RecordedClient([ToolCall("call_1", "function", FunctionCall("add", deep))])
+
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        body = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+        answer = (await http.post("/v1/messages", headers={"x-api-key": session.key}, json=body)).json()
+        assert answer["content"][0]["input"] == {"arguments": deep}
+        return session
+
+    assert len(serve(client, work).turns) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
