@@ -39,6 +39,7 @@ def read_request(body: MessagesRequest) -> ChatRequest:
         body.model,
         tools=[_read_tool(tool) for tool in body.tools or []],
         tool_choice=_read_choice(body.tool_choice or {}),
+        parallel_tool_calls=not (body.tool_choice or {}).get("disable_parallel_tool_use"),
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
     )

@@ -29,6 +29,7 @@ class ChatRequest(msgspec.Struct):
     model: str = "policy"
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = True
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_tokens: int | None = None

@@ -64,6 +64,7 @@ class ResponsesRequest(msgspec.Struct):
     stream: bool | None = False
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
 
@@ -82,6 +83,7 @@ def read_response_request(body: ResponsesRequest, stored: Mapping[str, list[Mess
         body.model,
         tools=[_read_tool(tool) for tool in body.tools or []],
         tool_choice=_read_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
         max_tokens=body.max_output_tokens,
     )
 
@@ -116,7 +118,7 @@ def write_response(answer: Any, body: ResponsesRequest) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "model": body.model,
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "temperature": None,
         "top_p": None,

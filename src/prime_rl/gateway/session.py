@@ -106,6 +106,8 @@ class Session:
     def _build_body(self, request: ChatRequest) -> dict[str, Any]:
         body = dict(self._sampling_args)
         body |= {name: value for name in PASSED_ON if (value := getattr(request, name))}
+        if request.tools and request.parallel_tool_calls is False:
+            body["parallel_tool_calls"] = False
         if stop := [*(body.get("stop") or []), *_as_list(request.stop)]:
             body["stop"] = stop
         limits = (body.get("max_completion_tokens"), request.max_completion_tokens, request.max_tokens)

@@ -20,6 +20,7 @@ from rollouts.training.environments.answers import AnswerMessage, Choice, Functi
 SAMPLING = {"temperature": 0.7, "max_tokens": 50, "seed": 3, "logprobs": True, "extra_body": {"return_token_ids": True}}
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 CHAT_TOOL = {"type": "function", "function": TOOL}
+ANTHROPIC_TOOL = {"name": "add", "description": "Adds.", "input_schema": TOOL["parameters"]}
 
 
 def serve(client: RecordedClient, work: Callable[[Session, httpx.AsyncClient], Awaitable[Any]]) -> Any:
@@ -133,8 +134,7 @@ def test_anthropic_messages_keep_the_text_of_sampled_calls() -> None:
 
     async def work(session: Session, http: httpx.AsyncClient) -> Session:
         headers = {"x-api-key": session.key}
-        tool = {"name": "add", "description": "Adds.", "input_schema": TOOL["parameters"]}
-        body = {"model": "claude", "max_tokens": 30, "system": "Add.", "tools": [tool]}
+        body = {"model": "claude", "max_tokens": 30, "system": "Add.", "tools": [ANTHROPIC_TOOL]}
         messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
         first = (await http.post("/v1/messages", headers=headers, json={**body, "messages": messages})).json()
         assert (first["stop_reason"], first["usage"]) == ("tool_use", {"input_tokens": 2, "output_tokens": 3})
@@ -346,6 +346,26 @@ def test_tool_choices_of_responses(choice: Any, sent: Any) -> None:
         assert f"tool_choice {choice!r} is not supported" in reply.json()["error"]["message"]
     else:
         assert reply.status_code == 200 and client.requests[0].get("tool_choice") == sent
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"tools": [CHAT_TOOL], "parallel_tool_calls": False}),
+        ("responses", {"input": "a", "tools": [{"type": "function", **TOOL}], "parallel_tool_calls": False}),
+        ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+    ],
+)
+def test_single_calls_are_asked_of_the_engine(path: str, body: dict[str, Any]) -> None:
+    client = RecordedClient()
+
+    async def work(session: Session, http: httpx.AsyncClient) -> dict[str, Any]:
+        asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}], **body}
+        return (await http.post(f"/v1/{path}", headers={"x-api-key": session.key}, json=asked)).json()
+
+    answer = serve(client, work)
+    assert client.requests[0]["parallel_tool_calls"] is False
+    assert answer.get("parallel_tool_calls", False) is False
 
 
 def test_another_key_or_an_ended_session_is_refused() -> None:
