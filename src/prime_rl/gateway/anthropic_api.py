@@ -12,7 +12,7 @@ import msgspec
 from prime_rl.gateway.chat import ChatRequest, RequestError, parse_arguments
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-TOOL_CHOICES = {"any": "required", "none": "none"}
+TOOL_CHOICES = {"auto": None, "any": "required", "none": "none"}
 Event = tuple[str, dict[str, Any]]
 
 
@@ -27,10 +27,14 @@ class MessagesRequest(msgspec.Struct):
     stream: bool | None = False
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: Any = None
 
 
 def read_request(body: MessagesRequest) -> ChatRequest:
     """The chat request of a Messages request."""
+    if body.output_format is not None or (body.output_config or {}).get("format") is not None:
+        raise RequestError("output_config.format is not supported: leave it out, or use the OpenAI APIs")
     messages = [{"role": "system", "content": body.system}] if body.system else []
     for message in body.messages:
         messages += _read_message(message)
@@ -137,6 +141,9 @@ def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_choice(choice: Mapping[str, Any]) -> Any:
-    if choice.get("type") == "tool":
+    kind = choice.get("type", "auto")
+    if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    return TOOL_CHOICES.get(str(choice.get("type")))
+    if not isinstance(kind, str) or kind not in TOOL_CHOICES:
+        raise RequestError(f"tool_choice of type {kind!r} is not supported: give 'auto', 'any', 'tool' or 'none'")
+    return TOOL_CHOICES[kind]

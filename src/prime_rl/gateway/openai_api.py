@@ -67,10 +67,15 @@ class ResponsesRequest(msgspec.Struct):
     parallel_tool_calls: bool | None = True
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
+    conversation: Any = None
+    prompt: Any = None
 
 
 def read_response_request(body: ResponsesRequest, stored: Mapping[str, list[Message]]) -> ChatRequest:
     """The chat request of a Responses request; `stored` holds the messages behind each `previous_response_id`."""
+    for name in ("conversation", "prompt"):
+        if getattr(body, name) is not None:
+            raise RequestError(f"{name} is stored at the provider: leave it out, and give all messages in input")
     messages: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if (previous := body.previous_response_id) is not None:
         if previous not in stored:

@@ -324,6 +324,28 @@ def test_requests_that_cannot_be_trained_are_refused(body: dict[str, Any], text:
 
 
 @pytest.mark.parametrize(
+    ("path", "change", "text"),
+    [
+        ("responses", {"conversation": "conv_1"}, "conversation is stored at the provider"),
+        ("responses", {"prompt": {"id": "pmpt_1"}}, "prompt is stored at the provider"),
+        ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format is not supported"),
+        ("messages", {"output_format": {"type": "json_schema"}}, "output_config.format is not supported"),
+        ("messages", {"tool_choice": {"type": "some"}}, "tool_choice of type 'some' is not supported"),
+        ("messages", {"tool_choice": {"type": ["any"]}}, "is not supported: give 'auto', 'any'"),
+    ],
+)
+def test_fields_that_would_be_ignored_are_refused(path: str, change: dict[str, Any], text: str) -> None:
+    client = RecordedClient()
+
+    async def work(session: Session, http: httpx.AsyncClient) -> httpx.Response:
+        body = {"input": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 9, **change}
+        return await http.post(f"/v1/{path}", headers={"x-api-key": session.key}, json=body)
+
+    reply = serve(client, work)
+    assert reply.status_code == 400 and text in reply.json()["error"]["message"] and not client.requests
+
+
+@pytest.mark.parametrize(
     ("choice", "sent"),
     [
         ("auto", None),
