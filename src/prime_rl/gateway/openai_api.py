@@ -81,13 +81,12 @@ def read_response_request(body: ResponsesRequest, stored: Mapping[str, list[Mess
         if previous not in stored:
             raise RequestError(f"previous_response_id {previous!r} is not a response of this session")
         messages += stored[previous]
-    if (style := (body.text or {}).get("format") or {"type": "text"}) != {"type": "text"}:
-        raise RequestError(f"text.format {style!r} is not supported for agents in training: leave it out")
     return ChatRequest(
         messages + _read_items(body.input),
         body.model,
         tools=[_read_tool(tool) for tool in body.tools or []],
         tool_choice=_read_tool_choice(body.tool_choice),
+        response_format=_read_format((body.text or {}).get("format") or {"type": "text"}),
         parallel_tool_calls=body.parallel_tool_calls,
         max_tokens=body.max_output_tokens,
     )
@@ -198,6 +197,18 @@ def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f"tools: {tool.get('type')!r} runs at the provider: give tools of type 'function'")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
+
+
+def _read_format(style: Any) -> dict[str, Any] | None:
+    """The `response_format` of a chat; None for plain text."""
+    kind = style.get("type") if isinstance(style, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": kind}
+    if kind != "json_schema":
+        raise RequestError(f"text.format {style!r} is not supported: give type 'text', 'json_object' or 'json_schema'")
+    return {"type": kind, kind: {name: value for name, value in style.items() if name != "type"}}
 
 
 def _read_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:

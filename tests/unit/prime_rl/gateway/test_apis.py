@@ -390,6 +390,35 @@ def test_single_calls_are_asked_of_the_engine(path: str, body: dict[str, Any]) -
     assert answer.get("parallel_tool_calls", False) is False
 
 
+@pytest.mark.parametrize(
+    ("style", "sent"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "json_object"}),
+        (
+            {"type": "json_schema", "name": "a", "schema": {"type": "object"}},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+        ),
+        ({"type": "grammar"}, RequestError),
+        ("json", RequestError),
+    ],
+)
+def test_formats_of_responses(style: Any, sent: Any) -> None:
+    client = RecordedClient()
+
+    async def work(session: Session, http: httpx.AsyncClient) -> httpx.Response:
+        body = {"model": "m", "input": "a", "text": {"format": style}}
+        return await http.post("/v1/responses", headers={"authorization": f"Bearer {session.key}"}, json=body)
+
+    reply = serve(client, work)
+    if sent is RequestError:
+        assert reply.status_code == 400 and not client.requests
+        assert f"text.format {style!r} is not supported" in reply.json()["error"]["message"]
+    else:
+        assert reply.status_code == 200 and client.requests[0].get("response_format") == sent
+
+
 def test_another_key_or_an_ended_session_is_refused() -> None:
     async def work(session: Session, http: httpx.AsyncClient) -> list[int]:
         body = {"messages": [{"role": "user", "content": "a"}]}
