@@ -36,7 +36,10 @@ DRAIN_S = 1.0
 """Time for the rest of the output after the program has ended."""
 HIDDEN_FIELDS = ("answer",)
 """Fields of a row that the program does not see."""
-HIDDEN_VARIABLES = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
+HIDDEN_VARIABLES = frozenset(
+    "ANTHROPIC_AUTH_TOKEN ANTHROPIC_API_URL OPENAI_ORG_ID OPENAI_ORGANIZATION OPENAI_PROJECT_ID OPENAI_API_TYPE".split()
+)
+"""Keys, addresses and settings of the user's own accounts."""
 
 
 class ProgramFailed(Exception):
@@ -174,6 +177,8 @@ def _build_environment(url: str, key: str) -> dict[str, str]:
     """The variables of this process, with the addresses and the key of a session instead of real keys."""
     own = {
         "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_BASE": f"{url}/v1",  # the names that LangChain and LiteLLM prefer
+        "ANTHROPIC_API_BASE": url,
         "OPENAI_API_KEY": key,
         "OPENAI_AGENTS_DISABLE_TRACING": "1",  # traces would go to OpenAI, with this key
         "ANTHROPIC_BASE_URL": url,

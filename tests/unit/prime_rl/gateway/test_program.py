@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from recorded_client import RecordedClient
 
-from prime_rl.gateway.program import MAX_OUTPUT_BYTES, ProgramAgent, check_command, run_program
+from prime_rl.gateway.program import MAX_OUTPUT_BYTES, ProgramAgent, _build_environment, check_command, run_program
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments.plain import PlainEnvironment, agent_reward
 from rollouts.training.types import Status
@@ -172,6 +172,18 @@ def test_keys_of_the_user_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "real")
     rollout = run("ask(user); sys.exit('sk-real' in os.environ.values() or 'real' in os.environ.values())")
     assert rollout.reward == 1.0
+
+
+def test_addresses_of_the_user_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "OPENAI_API_BASE ANTHROPIC_API_BASE ANTHROPIC_API_URL OPENAI_ORGANIZATION OPENAI_API_TYPE".split()
+    for name in names:
+        monkeypatch.setenv(name, "of the user")
+    found = _build_environment("http://gateway", "key")
+    told = {name: found.get(name) for name in names}
+    assert told == dict.fromkeys(names) | {
+        "OPENAI_API_BASE": "http://gateway/v1",
+        "ANTHROPIC_API_BASE": "http://gateway",
+    }
 
 
 def test_a_missing_program_is_named() -> None:
