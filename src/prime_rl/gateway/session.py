@@ -112,7 +112,10 @@ class Session:
             body["stop"] = stop
         limits = (body.get("max_completion_tokens"), request.max_completion_tokens, request.max_tokens)
         if known := [limit for limit in limits if limit is not None]:
-            body["max_completion_tokens"] = min(known)
+            limit = body["max_completion_tokens"] = min(known)
+            extra = body.get("extra_body") or {}
+            if (extra.get("min_tokens") or 0) > limit:
+                body["extra_body"] = {**extra, "min_tokens": limit}
         return body
 
     def _derive_seed(self, seed: int, messages: list[Message]) -> int:

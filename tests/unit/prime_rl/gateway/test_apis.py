@@ -59,6 +59,14 @@ def test_the_sampling_of_the_run_replaces_that_of_the_agent() -> None:
     assert first["seed"] != second["seed"], "the same request again is another draw"
 
 
+def test_the_token_limit_of_an_agent_bounds_min_tokens() -> None:
+    client = RecordedClient()
+    session = Session(client, "policy", {"extra_body": {"min_tokens": 8}})
+    for limit in (None, 5):
+        asyncio.run(session.complete(ChatRequest([{"role": "user"}], max_tokens=limit)))
+    assert [request["extra_body"]["min_tokens"] for request in client.requests] == [8, 5]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_chats_with_tools_pass_the_stock_client(stream: bool) -> None:
     client = RecordedClient([CALL], "Three.")
