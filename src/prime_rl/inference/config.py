@@ -237,6 +237,8 @@ class InferenceConfig(BaseConfig):
     def _check_name(self) -> InferenceConfig:
         if self.served_model_name == BASE_MODEL:
             raise ValueError(f"served_model_name = {BASE_MODEL!r} is reserved: choose another name")
+        if self.model.name == BASE_MODEL:
+            raise ValueError(f"model.name = {BASE_MODEL!r} is reserved for the initial weights: write ./{BASE_MODEL}")
         return self
 
     @model_validator(mode="after")

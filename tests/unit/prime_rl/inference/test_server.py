@@ -507,6 +507,8 @@ def test_wrong_configs_are_one_sentence() -> None:
         build_service(InferenceConfig.model_validate({"model": {"name": "tiny-qwen3"}}))
     with pytest.raises(ValueError, match=r"model\.device"):
         build_service(config(device="abacus"))
+    with pytest.raises(ValueError, match=r"model\.name = 'base' is reserved for the initial weights: write \./base"):
+        config(name="base")
     for key in ("tp", "dp"):
         with pytest.raises(ValueError, match="one device"):
             InferenceConfig.model_validate({"backend": "embedded", "parallel": {key: 2}})
