@@ -27,6 +27,12 @@ SMOLLM2 = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' -}}{% endif -%}
 """
 
+TWO_ROLES = """\
+{%- for message in messages if message.role in ('system', 'user') -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+"""
+
 LLAMA3 = """\
 {{- '<|begin_of_text|>' -}}
 {%- if messages[0].role == 'system' -%}

@@ -8,8 +8,10 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from prime_rl.inference.request_parsing import ApiError, Json
-from rollouts.training.datasets.chat import render_chat
+import orjson
+
+from prime_rl.inference.request_parsing import ApiError, Json, parse_body
+from rollouts.training.datasets.chat import find_role, render_chat
 from rollouts.training.datasets.chat_template import inspect_template
 
 
@@ -24,10 +26,21 @@ class ChatGuard:
         """The tokenizer, with the chat template that vLLM uses."""
         return self._load()
 
+    def name_roles(self, data: bytes) -> bytes:
+        """The body of a request with the roles that the chat template knows; see `find_role`."""
+        if b'"developer"' not in data or not self.tokenizer.chat_template:
+            return data
+        body = parse_body(data)
+        messages = body.get("messages")
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict) and isinstance(message.get("role"), str):
+                message["role"] = find_role(message["role"], str(self.tokenizer.chat_template))
+        return orjson.dumps(body)
+
     def render(self, body: Json) -> list[int] | None:
         """Token ids of a chat whose data contains control-token strings; None if vLLM may render the chat.
 
-        `ApiError` if rendering fails or the chat template drops tools.
+        `ApiError` if rendering fails or the chat template drops tools or messages.
         """
         messages, options = body.get("messages"), body.get("chat_template_kwargs") or {}
         tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
@@ -37,7 +50,7 @@ class ChatGuard:
             return None
         data = [messages, _parse_arguments(messages), tools, options]
         marker = inspect_template(self.tokenizer).control.hide(data)[1]
-        if not marker and not tools and not any(message.get("tool_calls") for message in messages):
+        if not marker and not tools and not any(map(_may_be_dropped, messages)):
             return None
         try:
             ids = render_chat(
@@ -46,6 +59,10 @@ class ChatGuard:
         except (ValueError, TypeError) as error:
             raise ApiError(str(error), param="messages") from error
         return ids if marker else None
+
+
+def _may_be_dropped(message: Json) -> bool:
+    return bool(message.get("tool_calls")) or message.get("role") not in ("system", "user", "assistant", "tool")
 
 
 def _parse_arguments(messages: list[Json]) -> list[Any]:

@@ -125,6 +125,7 @@ class PrimeRoutes:
         try:
             data = await read_body(request)
             check_json_type(request, data)
+            data = await asyncio.to_thread(self._guard.name_roles, data)
             scope = request.scope
             if scope["path"].endswith("/tokens"):
                 await self._answer_tokens(request, parse_body(data), send)
@@ -147,7 +148,7 @@ class PrimeRoutes:
 
     async def _tokenize(self, request: Request, send: Any, client: Any) -> None:
         """Forward to vLLM, except for a chat whose data contains control-token strings."""
-        data = await request.body()
+        data = await asyncio.to_thread(self._guard.name_roles, await request.body())
         body = parse_body(data)
         ids = await asyncio.to_thread(self._guard.render, body) if "messages" in body else None
         if ids is None:

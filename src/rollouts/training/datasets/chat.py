@@ -75,8 +75,8 @@ def render_pieces(
     """Render a chat with the tokenizer's template, before encoding.
 
     Control tokens (see `find_control_tokens`) inside messages, tools and template arguments are encoded as plain text,
-    so data cannot end a turn or start a role. `ValueError` for a chat that the template rejects, and for tools, calls
-    or results that it drops.
+    so data cannot end a turn or start a role. `ValueError` for a chat that the template rejects, and for tools, calls,
+    results and roles that it drops.
     """
     if not tokenizer.chat_template:
         raise ValueError(NO_TEMPLATE)
@@ -100,7 +100,7 @@ def render_pieces(
         text = write(hidden, hidden_tools, add_generation_prompt)
     except Exception as error:  # a template may raise anything
         raise ValueError(f"the chat template refuses these messages: {error}") from error
-    profile.check_tools(write, hidden, hidden_tools)
+    profile.check(write, hidden, hidden_tools)
     return RenderedChat(profile.control.split(text, marker))
 
 
@@ -129,12 +129,18 @@ def _names_role(template: str, role: str) -> bool:
     return re.fullmatch(r"\w+", role) is not None and (f"'{role}'" in template or f'"{role}"' in template)
 
 
+def find_role(role: str, template: str) -> str:
+    """The role that a template is given: system instead of developer, its newer name, unless the template names it."""
+    return "system" if role == "developer" and not _names_role(template, role) else role
+
+
 def _clean_message(message: ChatMessage, where: str, template: str) -> dict[str, Any]:
-    """Normalize a message for templates: text content, no nulls, tool arguments as an object."""
+    """Normalize a message for templates: a role they know, text content, no nulls, tool arguments as an object."""
     check_message(message, where, template)
     try:
         content = _read_text(message.get("content"))
         cleaned = {key: value for key, value in message.items() if value is not None} | {"content": content}
+        cleaned["role"] = find_role(message["role"], template)
         if "tool_calls" in cleaned:
             if not isinstance(cleaned["tool_calls"], list | tuple):
                 raise ValueError(f"tool_calls must be a list, got {cleaned['tool_calls']!r}")

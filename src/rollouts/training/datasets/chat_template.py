@@ -1,4 +1,4 @@
-"""Properties of a tokenizer's chat template: control tokens, and support for tools."""
+"""Properties of a tokenizer's chat template: control tokens, and support for tools and roles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,8 @@ from rollouts.training.datasets.control_tokens import ControlTokens, find_contro
 
 Chat = Sequence[Mapping[str, Any]]
 Write = Callable[[Chat, Sequence[Any] | None], str]
+TURNS = ("user", "assistant")
+"""Roles that every template has."""
 USER = {"role": "user", "content": "a"}
 PLAIN_TURNS = [USER, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 
@@ -26,13 +29,13 @@ class TemplateProfile:
     control: ControlTokens
     shown: set[str] = field(default_factory=set)
 
-    def check_tools(self, write: Write, messages: Chat, tools: Sequence[Any] | None) -> None:
-        """Raise `ValueError` if the template silently drops tools, calls or results of this chat.
+    def check(self, write: Write, messages: Chat, tools: Sequence[Any] | None) -> None:
+        """Raise `ValueError` if the template silently drops tools, calls, results or messages of this chat.
 
         `write` renders a chat to text. Positive results are cached.
         """
         calls = [message for message in messages if message.get("tool_calls")]
-        results = [message for message in messages if message["role"] == "tool" and message["content"].strip()]
+        others = {m["role"]: m for m in reversed(messages) if m["role"] not in TURNS and m["content"].strip()}
 
         def depends_on(change: Callable[[Chat], Chat]) -> Callable[[Chat], bool]:
             return lambda chat: write(chat, tools) != write(change(chat), tools)
@@ -41,9 +44,10 @@ class TemplateProfile:
             self._check("tools", lambda chat: write(chat, tools) != write(chat, None), [USER], messages)
         if calls:
             self._check("tool calls", depends_on(_without_calls), [USER, calls[0]], messages)
-        if results:
-            short = [USER, *calls[:1], results[0]]
-            self._check("results of tools", depends_on(_with_other_results), short, messages)
+        for role, message in others.items():
+            what = "results of tools" if role == "tool" else f"messages of role {role!r}"
+            short = [USER, *calls[:1], message] if role == "tool" else [message, USER]
+            self._check(what, depends_on(partial(_with_longer_content, role)), short, messages)
 
     def _check(self, what: str, is_shown: Callable[[Chat], bool], short: Chat, messages: Chat) -> None:
         """Try a short chat, then the complete one: some templates render tools in certain positions only."""
@@ -91,5 +95,7 @@ def _without_calls(chat: Chat) -> Chat:
     return [{key: value for key, value in message.items() if key != "tool_calls"} for message in chat]
 
 
-def _with_other_results(chat: Chat) -> Chat:
-    return [{**message, "content": "other"} if message["role"] == "tool" else message for message in chat]
+def _with_longer_content(role: str, chat: Chat) -> Chat:
+    return [
+        {**message, "content": message["content"] + "a"} if message["role"] == role else message for message in chat
+    ]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loguru import logger
 from safetensors.torch import load_file
-from small_tokenizers import build_smollm2
+from small_tokenizers import TWO_ROLES, build_smollm2
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
@@ -722,6 +722,30 @@ def test_vllm_gets_no_tools_that_the_template_drops(tmp_path: Path) -> None:
     with pytest.raises(ApiError, match="drops tools"):
         guard.render(chat)
     assert guard.render(chat | {"tool_choice": "none"}) is None
+
+
+def test_vllm_gets_no_roles_that_the_template_drops(
+    routes: tuple[Starlette, FakeClient, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, _, _ = routes
+    sent: list[Any] = []
+
+    async def tokenize(request: Request) -> JSONResponse:
+        sent.append([message["role"] for message in (await request.json())["messages"]])
+        return JSONResponse({})
+
+    app.add_route("/tokenize", tokenize, methods=["POST"])
+    monkeypatch.setattr(PrimeRoutes, "_load_tokenizer", lambda self: load_tokenizer("tiny-qwen3", TWO_ROLES))
+
+    async def use(http: httpx.AsyncClient) -> list[httpx.Response]:
+        chats = [
+            [{"role": role, "content": "x"}, {"role": "user", "content": "y"}] for role in ("developer", "function")
+        ]
+        return [await http.post("/tokenize", json={"model": "m", "messages": chat}) for chat in chats]
+
+    _, refused = talk(app, use)
+    assert sent == [["system", "user"]]
+    assert refused.status_code == 400 and "drops messages of role 'function'" in refused.text
 
 
 def test_web_pages_reach_no_route_of_vllm(routes: tuple[Starlette, FakeClient, Path]) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tokenizers import TWO_ROLES
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.initial_weights import prepare_model_dir
@@ -88,6 +89,24 @@ def test_content_cannot_become_special_tokens(parts: list[str]) -> None:
 def test_broken_messages_are_refused(message: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"role|image_url"):
         render_chat(TOKENIZER, [message])
+
+
+def test_messages_that_the_template_drops_are_refused() -> None:
+    tokenizer = load_tokenizer("tiny-qwen3", TWO_ROLES)
+    for role in ("function", "tool"):
+        what = "results of tools" if role == "tool" else "messages of role 'function'"
+        with pytest.raises(ValueError, match=f"the chat template drops {what}"):
+            render_chat(tokenizer, [{"role": "user", "content": "y"}, {"role": role, "content": "z"}])
+
+
+def test_developer_is_system_unless_the_template_has_it() -> None:
+    chat = {
+        role: [{"role": role, "content": "x"}, {"role": "user", "content": "y"}] for role in ("developer", "system")
+    }
+    for template, is_system in ((TWO_ROLES, True), (TWO_ROLES.replace("'user'", "'user', 'developer'"), False)):
+        tokenizer = load_tokenizer("tiny-qwen3", template)
+        developer, system = (render_chat(tokenizer, messages) for messages in chat.values())
+        assert (developer == system) == is_system
 
 
 def test_a_template_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
