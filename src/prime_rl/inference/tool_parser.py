@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 ARGUMENT_KEYS = {"parameters", "arguments"}
 CALL_KEYS = {"name", "type", "id", *ARGUMENT_KEYS}
+_BEFORE_CALL = re.compile(rf"{TOOL_OPEN}\s*")
+_AFTER_CALL = re.compile(rf"\s*(?:{TOOL_OPEN}|{TOOL_CLOSE}|\Z)")
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,19 @@ class ToolDialect:
 
 def parse_hermes(text: str) -> tuple[str | None, list[Call]]:
     """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; text before the first call is content."""
-    head, *blocks = text.split(TOOL_OPEN)
-    calls = []
-    for block in blocks:
-        try:
-            calls.append(_build_call(json.loads(block.split(TOOL_CLOSE)[0]), "arguments"))
-        except (ValueError, RecursionError):
-            return text or None, []
+    calls: list[Call] = []
+    first = opening = _BEFORE_CALL.search(text)
+    try:
+        while opening:
+            # Arguments may contain the tags, so a call ends with its JSON.
+            parsed, end = json.JSONDecoder().raw_decode(text, opening.end())
+            calls.append(_build_call(parsed, "arguments"))
+            if not _AFTER_CALL.match(text, end):
+                raise ValueError("not a tool call")
+            opening = _BEFORE_CALL.search(text, end)
+    except (ValueError, RecursionError):
+        return text or None, []
+    head = text[: first.start()] if first else text
     return (head if head.strip() or not calls else None) or None, calls
 
 
@@ -114,11 +123,11 @@ def parse_llama(text: str) -> tuple[str | None, list[Call]]:
 
 
 def _build_call(parsed: Any, key: str) -> Call:
-    """Build a call in OpenAI's format; `ValueError` if `parsed` is not a call."""
+    """Build a call in OpenAI's format; `ValueError` if `parsed` is not a call, or has NaN or infinite arguments."""
     if not isinstance(parsed, dict) or not isinstance(parsed.get("name"), str):
         raise ValueError("a tool call must have a name")
     arguments = parsed.get(key) or parsed.get("arguments") or {}
-    raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     function = {"name": parsed["name"], "arguments": raw}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 

@@ -38,6 +38,20 @@ def test_hermes_calls() -> None:
     assert parser.parse('<tool_call>{"name": "f"}</tool_call>', has_tools=True).content is None
 
 
+@pytest.mark.parametrize("tag", ["<tool_call>", "</tool_call>"])
+def test_arguments_may_contain_the_tags_of_calls(tag: str) -> None:
+    one = f'<tool_call>\n{{"name": "f", "arguments": {{"text": "a {tag} b"}}}}\n</tool_call>'
+    assert calls(MessageParser("hermes"), f"{one}\n{one}") == [("f", {"text": f"a {tag} b"})] * 2
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_calls_with_numbers_that_json_lacks_are_text(number: str) -> None:
+    call = f'{{"name": "f", "arguments": {{"x": {number}}}}}'
+    for dialect, text in (("hermes", f"<tool_call>{call}</tool_call>"), ("llama", call)):
+        found = MessageParser(dialect).parse(text, has_tools=True)
+        assert (found.content, found.calls) == (text, [])
+
+
 @pytest.mark.parametrize(
     "text", ['<tool_call>{"name": "f", "arg', "<tool_call>[1]</tool_call>", '{"name": 3}', "plain"]
 )
