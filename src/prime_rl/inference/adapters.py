@@ -11,6 +11,7 @@ from prime_rl.transport.weights import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
     MANIFEST_FILE,
+    check_adapter_config,
     read_manifest,
     verify_tensors,
 )
@@ -22,18 +23,6 @@ if TYPE_CHECKING:
 
 POLICY = "policy"
 """Name of the adapter loaded by /update_weights; it then serves requests for the base model name."""
-PLAIN: dict[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "fan_in_fan_out": (False, None),
-    "lora_bias": (False, None),
-    "target_parameters": ([], None),
-}
-"""PEFT settings that change the semantics of the tensors, with their plain-LoRA values."""
 
 
 def read_adapter(directory: Path, version: int | None = None) -> tuple[dict[str, Tensor], AdapterSpec]:
@@ -59,11 +48,10 @@ def read_adapter(directory: Path, version: int | None = None) -> tuple[dict[str,
 
 def build_spec(config: Mapping[str, Any], version: int, source: str) -> AdapterSpec:
     """Extract rank and scaling from PEFT's `config`. `ValueError` naming `source` if it is not plain LoRA."""
-    for key, values in PLAIN.items():
-        if key in config and config[key] not in values:
-            raise ValueError(f"{source}: {key} = {config[key]!r} is not plain LoRA, the only supported kind")
-    rank = int(config["r"])
-    alpha = float(config.get("lora_alpha", rank))
+    check_adapter_config(config, source)
+    if config.get("modules_to_save"):
+        raise ValueError(f"{source}: modules_to_save = {config['modules_to_save']!r} cannot be served: leave it out")
+    rank, alpha = int(config["r"]), float(config["lora_alpha"])
     if config.get("use_rslora"):
         alpha *= rank**0.5  # rsLoRA scale alpha / sqrt(rank), expressed as alpha / rank
     return AdapterSpec(rank=rank, alpha=alpha, version=version)

@@ -24,7 +24,12 @@ from torch import Tensor, nn
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.moe import Router
 from prime_rl.trainer.models.value import without_critic
-from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PEFT_PREFIX
+from prime_rl.transport.weights import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    PEFT_PREFIX,
+    check_adapter_config,
+)
 from rollouts.kernels.linear import linear, linear_inexact
 from rollouts.training.json_files import read_json_file
 from rollouts.training.numerics import MIN_RANK, pad_rows
@@ -290,7 +295,7 @@ def load_adapter(directory: Path) -> Adapter:
         raw = load_file(directory / ADAPTER_WEIGHTS_FILE)
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{directory} contains a damaged adapter: {error}") from error
-    _check_variant(config, path)
+    check_adapter_config(config, str(path))
     targets = config.get("target_modules") or ()
     spec = LoraSpec(
         rank=config["r"],
@@ -305,13 +310,3 @@ def load_adapter(directory: Path) -> Adapter:
         if (".lora_A." in name and tensor.shape[0] != spec.rank) or (".lora_B." in name and tensor.dim() != 2):
             raise ValueError(f"{name} of {directory} has shape {tuple(tensor.shape)}, its config has rank {spec.rank}")
     return Adapter(spec, tensors, config.get("base_model_name_or_path"))
-
-
-def _check_variant(config: Mapping[str, Any], path: Path) -> None:
-    if config.get("peft_type", "LORA") != "LORA":
-        raise ValueError(f"{path}: peft_type {config['peft_type']!r} is not supported, only LORA")
-    for key in ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "target_parameters"):
-        if config.get(key):
-            raise ValueError(f"{path}: {key} is not supported")
-    if config.get("bias", "none") != "none":
-        raise ValueError(f"{path}: bias {config['bias']!r} is not supported, only 'none'")

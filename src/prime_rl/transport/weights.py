@@ -40,6 +40,7 @@ __all__ = [
     "TensorEntry",
     "adapt_config",
     "build_manifest",
+    "check_adapter_config",
     "check_directory",
     "describe_tensors",
     "digest_tensor",
@@ -57,6 +58,17 @@ WEIGHTS_FILE = "model.safetensors"
 ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 """Prefix of PEFT's parameter names."""
+PLAIN_LORA: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),  # others change the frozen weights
+    **dict.fromkeys(
+        "use_dora use_qalora use_bdlora lora_bias fan_in_fan_out rank_pattern alpha_pattern target_parameters "
+        "layer_replication alora_invocation_tokens".split(),
+        (),
+    ),
+}
+"""PEFT settings that change what the tensors mean, with their values in plain LoRA; unset ones are plain."""
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILES = ("generation_config.json",)
 TOKENIZER_FILES = (
@@ -138,6 +150,16 @@ def publish_weights(
         write_manifest(directory, build_manifest(step, cpu_tensors))
 
     return publish_step(Path(root), step, write)
+
+
+def check_adapter_config(config: Mapping[str, Any], source: str) -> None:
+    """Raise `ValueError`, naming `source`, if PEFT's `config` is not of plain LoRA, or lacks rank or scale."""
+    for key, values in PLAIN_LORA.items():
+        if config.get(key) and config[key] not in values:
+            raise ValueError(f"{source}: {key} = {config[key]!r} is not plain LoRA, the only supported kind")
+    for key, kinds in {"r": int, "lora_alpha": int | float}.items():
+        if isinstance(config.get(key), bool) or not isinstance(config.get(key), kinds) or config[key] <= 0:
+            raise ValueError(f"{source}: {key} must be a positive number, got {config.get(key)!r}")
 
 
 def is_adapter(directory: Path) -> bool:

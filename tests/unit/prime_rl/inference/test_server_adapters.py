@@ -126,8 +126,14 @@ def test_adapters_that_cannot_be_trusted_are_refused(server: RunningServer, back
     refused("cannot be read")
     weights.write_bytes(good)
     config = json.loads((path / "adapter_config.json").read_text())
-    (path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    refused("not plain LoRA")
+    for change, words in (
+        ({"use_dora": True}, "use_dora = True is not plain LoRA"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not plain LoRA"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens = [1] is not plain LoRA"),
+        ({"lora_alpha": None}, "adapter_config.json: lora_alpha must be a positive number, got None"),
+    ):
+        (path / "adapter_config.json").write_text(json.dumps(config | change))
+        refused(words)
 
 
 def test_the_version_of_an_adapter(backend: Backend, tmp_path: Path) -> None:
