@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prime_rl.inference.adapters import POLICY
 from prime_rl.inference.detokenizer import UNFINISHED, Decode, Detokenizer, TokenNames
 from prime_rl.inference.engine import Output, StreamUpdate, TopLogprobs
 from prime_rl.inference.request_parsing import ApiError, ParsedRequest
@@ -29,14 +30,15 @@ class Writer:
     _run: str = field(default_factory=lambda: os.urandom(6).hex())
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def head(self, kind: str, prefix: str) -> Json:
-        """Fields common to all responses."""
+    def head(self, kind: str, prefix: str, adapter: str | None = None) -> Json:
+        """Fields common to all responses; `model` is the served name, or that of an adapter beside the model."""
         number = f"{prefix}-{self._run}{next(self._numbers):x}"
-        return {"id": number, "object": kind, "created": int(time.time()), "model": self.model}
+        model = self.model if adapter in (None, POLICY) else adapter
+        return {"id": number, "object": kind, "created": int(time.time()), "model": model}
 
     def chat(self, prompt: list[int], outputs: list[Output], parsed: ParsedRequest) -> Json:
         """Build a `chat.completion`."""
-        answer = self.head("chat.completion", "chatcmpl")
+        answer = self.head("chat.completion", "chatcmpl", parsed.adapter)
         answer["choices"] = [self._chat_choice(i, output, parsed) for i, output in enumerate(outputs)]
         answer["usage"] = usage([prompt], outputs)
         answer.update(self.prompt_scores(prompt, outputs[0], parsed))
@@ -46,7 +48,7 @@ class Writer:
 
     def completion(self, prompts: list[list[int]], outputs: list[Output], parsed: ParsedRequest) -> Json:
         """Build a `text_completion`; `outputs` are ordered by prompt, then by choice."""
-        answer = self.head("text_completion", "cmpl")
+        answer = self.head("text_completion", "cmpl", parsed.adapter)
         answer["choices"] = []
         for i, output in enumerate(outputs):
             prompt = prompts[i // parsed.num_choices]

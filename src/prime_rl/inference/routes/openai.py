@@ -269,7 +269,8 @@ def _prompts(service: ServerState, body: Json) -> list[list[int]]:
 
 def _stream(service: ServerState, request: Request, job: Job, *, chat: bool) -> Response:
     parsed = job.parsed
-    head = service.writer.head("chat.completion.chunk" if chat else "text_completion", "chatcmpl" if chat else "cmpl")
+    kind, prefix = ("chat.completion.chunk", "chatcmpl") if chat else ("text_completion", "cmpl")
+    head = service.writer.head(kind, prefix, parsed.adapter)
     choices = {single: ChoiceStream(service.writer, i, parsed, chat) for i, single in enumerate(job.requests)}
 
     def build_opening() -> Json:

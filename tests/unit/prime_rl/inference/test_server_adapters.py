@@ -83,7 +83,7 @@ def test_a_published_adapter_becomes_the_policy(server: RunningServer, backend: 
     changed = scores(server)
     assert max(abs(a - b) for a, b in zip(base, changed, strict=True)) > 1e-3
     reported = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).json()
-    assert reported["choices"][0]["versions"] == [[0, 1]]
+    assert reported["model"] == "tiny-qwen3" and reported["choices"][0]["versions"] == [[0, 1]]
     assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == ["tiny-qwen3"]
     assert server.post("/reload_weights", {}).json()["version"] == 0
     assert scores(server) == base
@@ -96,6 +96,13 @@ def test_a_named_adapter_is_served_with_the_model(server: RunningServer, backend
     reply = server.post("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": str(path)})
     assert reply.status_code == 200 and reply.json()["version"] == 7
     assert scores(server) == base != scores(server, "mine")
+    for name in ("tiny-qwen3", "mine"):
+        body = {"prompt": PROMPT, "max_tokens": 1, "model": name}
+        assert server.post("/v1/completions", body).json()["model"] == name
+        streamed = server.post("/v1/completions", body | {"stream": True}).text
+        assert json.loads(streamed.splitlines()[0].removeprefix("data: "))["model"] == name
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "model": name}
+        assert server.post("/v1/chat/completions", chat).json()["model"] == name
     packed = [server.post("/score", {"tokens": PROMPT, "model": name}).content for name in ("tiny-qwen3", "mine")]
     told = [array("f", msgspec.msgpack.decode(data, type=PackedScores).logprobs).tolist() for data in packed]
     assert told == [pytest.approx(base, abs=1e-5), pytest.approx(scores(server, "mine"), abs=1e-5)]
