@@ -19,6 +19,14 @@ from prime_rl.inference.tool_parser import MessageParser
 Json = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class EchoedPrompt:
+    """The text of a prompt, and the characters of it that each token has; tokens that the tokenizer added have none."""
+
+    text: str
+    lengths: list[int]
+
+
 @dataclass
 class Writer:
     """Builds the responses of one served model."""
@@ -46,8 +54,14 @@ class Writer:
             answer["prompt_token_ids"] = prompt
         return answer
 
-    def completion(self, prompts: list[list[int]], outputs: list[Output], parsed: ParsedRequest) -> Json:
-        """Build a `text_completion`; `outputs` are ordered by prompt, then by choice."""
+    def completion(
+        self,
+        prompts: list[list[int]],
+        outputs: list[Output],
+        parsed: ParsedRequest,
+        echoed: Sequence[EchoedPrompt] = (),
+    ) -> Json:
+        """Build a `text_completion`; `outputs` are ordered by prompt, then by choice. `echoed`: prompts to repeat."""
         answer = self.head("text_completion", "cmpl", parsed.adapter)
         answer["choices"] = []
         for i, output in enumerate(outputs):
@@ -55,9 +69,9 @@ class Writer:
             choice = self._end(i, output, parsed)
             choice["text"] = self.text(output)
             choice["logprobs"] = self.completion_logprobs(output, parsed) if parsed.logprobs else None
-            if parsed.echo:
+            if echoed:
                 scored = outputs[i - i % parsed.num_choices]
-                self._prepend(choice, prompt, scored, parsed)
+                self._prepend(choice, prompt, echoed[i // parsed.num_choices], scored, parsed)
             choice.update(self.prompt_scores(prompt, output, parsed))
             if parsed.token_ids:
                 choice["prompt_token_ids"] = prompt
@@ -81,21 +95,22 @@ class Writer:
             rows.append(row)
         return {"prompt_logprobs": rows, "prompt_tail_mass": [None, *scores.tail_mass]}
 
-    def _prepend(self, choice: Json, prompt: list[int], scored: Output, parsed: ParsedRequest) -> None:
+    def _prepend(
+        self, choice: Json, prompt: list[int], echoed: EchoedPrompt, scored: Output, parsed: ParsedRequest
+    ) -> None:
         """`echo`: prepend the prompt to the text and the log-probs."""
-        text = self.decode(prompt, False)
-        choice["text"] = text + choice["text"]
+        choice["text"] = echoed.text + choice["text"]
         scores = scored.prompt_logprobs
         if not parsed.logprobs or scores is None:
             return
         part = StreamUpdate(scored.request, 0, prompt[1:], scores.logprobs, scores.top_logprobs)
-        start = len(self.names[prompt[0]][0])
-        before, after = self.completion_logprobs(part, parsed, start), choice["logprobs"]
+        before, after = self.completion_logprobs(part, parsed), choice["logprobs"]
+        *offsets, _ = itertools.accumulate(echoed.lengths, initial=0)
         choice["logprobs"] = {
             "tokens": [self._name(prompt[0], parsed), *before["tokens"], *after["tokens"]],
             "token_logprobs": [None, *before["token_logprobs"], *after["token_logprobs"]],
             "top_logprobs": [None, *before["top_logprobs"], *after["top_logprobs"]],
-            "text_offset": [0, *before["text_offset"], *(len(text) + offset for offset in after["text_offset"])],
+            "text_offset": [*offsets, *(len(echoed.text) + offset for offset in after["text_offset"])],
         }
 
     def text(self, output: Output) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -27,7 +27,7 @@ from prime_rl.inference.request_parsing import (
     read_flag,
     with_defaults,
 )
-from prime_rl.inference.responses import ChoiceStream, usage
+from prime_rl.inference.responses import ChoiceStream, EchoedPrompt, usage
 
 if TYPE_CHECKING:
     from prime_rl.inference.service import ServerState
@@ -50,6 +50,7 @@ class Job:
     prompts: list[list[int]]
     parsed: ParsedRequest
     requests: list[GenerationRequest]
+    echoed: list[EchoedPrompt] = field(default_factory=list)
 
 
 def answer(content: Any, status: int = 200) -> Response:
@@ -96,16 +97,18 @@ async def completions(service: ServerState, request: Request) -> Response:
 
     def build(body: Json) -> Job:
         service.find_adapter(body)
-        prompts = _prompts(service, body)
+        given = _read_prompts(service, body)
+        prompts = _encode_prompts(service, body, given)
         parsed = parse_generation_request(service, body, prompts, chat=False)
-        return Job(prompts, parsed, build_checked(service, prompts, parsed))
+        echoed = _echo(service, given, prompts) if parsed.echo else []
+        return Job(prompts, parsed, build_checked(service, prompts, parsed), echoed)
 
     job = await read_json(request, service.workers, build)
     if job.parsed.stream:
         return _stream(service, request, job, chat=False)
     outputs = await service.engine.generate(job.requests, request.receive)
     return await write(
-        service, outputs, job.parsed, lambda: service.writer.completion(job.prompts, outputs, job.parsed)
+        service, outputs, job.parsed, lambda: service.writer.completion(job.prompts, outputs, job.parsed, job.echoed)
     )
 
 
@@ -249,22 +252,40 @@ async def write(
     return await service.workers.run(ENTRY_BYTES * entries, lambda: answer(build()))
 
 
-def _prompts(service: ServerState, body: Json) -> list[list[int]]:
+def _read_prompts(service: ServerState, body: Json) -> list[Any]:
+    """The prompts as they were given: texts, and lists of token ids that are not checked yet."""
     prompt = body.get("prompt")
-    add_special_tokens = read_flag(body, "add_special_tokens", True)
     if isinstance(prompt, str):
-        return [service.encoder.encode(prompt, add_special_tokens)]
+        return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise ApiError("prompt must be a string, a list of token ids, or a list of these", param="prompt")
     if isinstance(prompt[0], int):
-        return [service.check_prompt(prompt, "prompt")]
+        return [prompt]
     limit = service.engine.max_requests
     if limit is not None and len(prompt) > limit:
         raise ApiError(f"{len(prompt)} prompts exceed {limit} requests: send fewer", param="prompt")
+    return prompt
+
+
+def _encode_prompts(service: ServerState, body: Json, given: list[Any]) -> list[list[int]]:
+    add_special_tokens = read_flag(body, "add_special_tokens", True)
     return [
         service.encoder.encode(one, add_special_tokens) if isinstance(one, str) else service.check_prompt(one, "prompt")
-        for one in prompt
+        for one in given
     ]
+
+
+def _echo(service: ServerState, given: list[Any], prompts: list[list[int]]) -> list[EchoedPrompt]:
+    """The prompts as they were given, which differ from their tokens by special tokens and normalization."""
+    echoed = []
+    for text, prompt in zip(given, prompts, strict=True):
+        lengths = service.writer.lengths(prompt)
+        if isinstance(text, str):
+            bare = service.encoder.encode(text, add_special_tokens=False)
+            start = next((i for i in range(len(prompt) - len(bare) + 1) if prompt[i : i + len(bare)] == bare), 0)
+            lengths = [n if start <= i < start + len(bare) else 0 for i, n in enumerate(lengths)]
+        echoed.append(EchoedPrompt(text if isinstance(text, str) else service.writer.decode(prompt, False), lengths))
+    return echoed
 
 
 def _stream(service: ServerState, request: Request, job: Job, *, chat: bool) -> Response:

@@ -15,6 +15,7 @@ from openai import OpenAI, RateLimitError
 from running_server import DEADLINE_S, RunningServer, wait_until
 from starlette.requests import Request
 from starlette.responses import Response
+from tokenizers.processors import TemplateProcessing
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import EngineStats, GenerationRequest
@@ -124,6 +125,18 @@ def test_echo_puts_the_prompt_before_the_completion(server: RunningServer) -> No
     assert logprobs["token_logprobs"][4:] == plain["logprobs"]["token_logprobs"]
     assert logprobs["tokens"][:4] == list("abcd") and logprobs["text_offset"][:5] == [0, 1, 2, 3, 4]
     assert server.post("/v1/completions", {**body, "stream": True}).status_code == 400
+
+
+def test_echo_leaves_out_what_the_tokenizer_adds(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = server.service.tokenizer
+    mark, id = tokenizer.eos_token, tokenizer.eos_token_id
+    added = TemplateProcessing(single=f"{mark} $A {mark}", special_tokens=[(mark, id)])
+    monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", added)
+    body = {"prompt": ["ab", [id, 99]], "max_tokens": 1, "logprobs": 0, "echo": True, "return_token_ids": True}
+    text, ids = server.post("/v1/completions", body).json()["choices"]
+    assert text["prompt_token_ids"] == [id, 97, 98, id] and text["text"].startswith("ab")
+    assert text["logprobs"]["text_offset"] == [0, 0, 1, 2, 2]
+    assert ids["text"].startswith(f"{mark}c") and ids["logprobs"]["text_offset"][1] == len(mark)
 
 
 def test_alternatives_with_equal_text_keep_the_likeliest() -> None:
