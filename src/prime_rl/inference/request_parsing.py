@@ -97,6 +97,7 @@ class ParsedRequest:
     single_tool: bool
     seeded: bool = True  # the request has a seed, which then is that of all its prompts
     echo: bool = False
+    shows_scores: bool = False  # return the log-probs of the prompt in vLLM's format
     adapter: str | None = None
     opened: bool = False  # the prompt ends inside a reasoning block
 
@@ -163,8 +164,9 @@ def parse_request(
     stream, echo = read_flag(body, "stream", False), not chat and read_flag(body, "echo", False)
     score = read_integer(body, "prompt_logprobs")
     limit = _parse_limit(body, chat, lowest=1 if score is None and not echo else 0)
-    if score is None and echo and (logprobs or limit == 0):
-        score = top
+    shows_scores = score is not None
+    if echo and (logprobs or limit == 0):
+        score = max(score or 0, top)
     if stream and (echo or score is not None):
         raise ApiError(f"{'echo' if echo else 'prompt_logprobs'} does not support streaming: set stream to false")
     if stream and read_flag(body, "return_sampling_support", False):
@@ -209,6 +211,7 @@ def parse_request(
         single_tool=not read_flag(body, "parallel_tool_calls", True),
         seeded=seed is not None,
         echo=echo,
+        shows_scores=shows_scores,
     )
 
 

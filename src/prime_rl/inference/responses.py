@@ -82,7 +82,7 @@ class Writer:
     def prompt_scores(self, prompt: list[int], output: Output, parsed: ParsedRequest) -> Json:
         """Prompt log-probs in vLLM's format; `prompt_tail_mass` is the probability outside the top k."""
         scores = output.prompt_logprobs
-        if scores is None or parsed.echo:
+        if scores is None or not parsed.shows_scores:
             return {}
 
         def entry(token: int, logprob: float, rank: int | None) -> Json:
@@ -103,7 +103,8 @@ class Writer:
         scores = scored.prompt_logprobs
         if not parsed.logprobs or scores is None:
             return
-        part = StreamUpdate(scored.request, 0, prompt[1:], scores.logprobs, scores.top_logprobs)
+        tops = [top[: parsed.params.top_logprobs] for top in scores.top_logprobs]  # prompt_logprobs may have more
+        part = StreamUpdate(scored.request, 0, prompt[1:], scores.logprobs, tops)
         before, after = self.completion_logprobs(part, parsed), choice["logprobs"]
         *offsets, _ = itertools.accumulate(echoed.lengths, initial=0)
         choice["logprobs"] = {

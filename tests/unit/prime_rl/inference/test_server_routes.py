@@ -127,6 +127,18 @@ def test_echo_puts_the_prompt_before_the_completion(server: RunningServer) -> No
     assert server.post("/v1/completions", {**body, "stream": True}).status_code == 400
 
 
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_echo_comes_with_the_prompt_log_probs_asked_for(server: RunningServer, num_top: int) -> None:
+    body = {"prompt": "abcd", "max_tokens": 1, "logprobs": 2, "echo": True, "seed": 1}
+    (plain,) = server.post("/v1/completions", body).json()["choices"]
+    (both,) = server.post("/v1/completions", body | {"prompt_logprobs": num_top}).json()["choices"]
+    assert both["logprobs"] == plain["logprobs"] and "prompt_logprobs" not in plain
+    rows = both["prompt_logprobs"]
+    assert rows[0] is None and all(len(row) >= num_top for row in rows[1:])
+    own = [row[str(token)]["logprob"] for row, token in zip(rows[1:], PROMPT[1:], strict=True)]
+    assert own == both["logprobs"]["token_logprobs"][1:4]
+
+
 def test_echo_leaves_out_what_the_tokenizer_adds(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = server.service.tokenizer
     mark, id = tokenizer.eos_token, tokenizer.eos_token_id
