@@ -30,6 +30,8 @@ FIELDS = frozenset(
 )
 IGNORED_PARAMS: dict[str, tuple[Any, ...]] = {
     "detokenize": (True, False),
+    "echo": (False, None),
+    "prompt": (None,),
     "output_kind": (0, 1, 2),
     "skip_reading_prefix_cache": (False, None),
     "spaces_between_special_tokens": (True,),

@@ -89,6 +89,8 @@ def test_token_ids_in_and_out(server: RunningServer) -> None:
         ({"sampling_params": None}, "sampling_params must be an object"),
         ({"sampling_params": {"structured_outputs": {"json": 1}}}, "unknown field 'structured_outputs'"),
         ({"sampling_params": {"skip_reading_prefix_cache": True}}, "skip_reading_prefix_cache is not supported"),
+        ({"sampling_params": {"echo": True}}, "sampling_params.echo is not supported"),
+        ({"sampling_params": {"prompt": "a"}}, "sampling_params.prompt is not supported"),
     ],
 )
 def test_token_requests_that_cannot_be_honoured_are_refused(
