@@ -10,9 +10,11 @@ from typing import Any
 
 import orjson
 
-from prime_rl.inference.request_parsing import ApiError, Json, parse_body
+from prime_rl.inference.request_parsing import ApiError, Json, forces_call, parse_body
 from rollouts.training.datasets.chat import find_role, render_chat
 from rollouts.training.datasets.chat_template import inspect_template
+
+RENDERED_BY_VLLM = ("continue_final_message", "chat_template", "documents", "reasoning_effort", "echo", "stream")
 
 
 class ChatGuard:
@@ -40,7 +42,7 @@ class ChatGuard:
     def render(self, body: Json) -> list[int] | None:
         """Token ids of a chat whose data contains control-token strings; None if vLLM may render the chat.
 
-        `ApiError` if rendering fails or the chat template drops tools or messages.
+        `ApiError` if rendering fails, the chat template drops tools or messages, or an option needs vLLM's rendering.
         """
         messages, options = body.get("messages"), body.get("chat_template_kwargs") or {}
         tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
@@ -49,16 +51,25 @@ class ChatGuard:
         if not self.tokenizer.chat_template:
             return None
         data = [messages, _parse_arguments(messages), tools, options]
-        marker = inspect_template(self.tokenizer).control.hide(data)[1]
-        if not marker and not tools and not any(map(_may_be_dropped, messages)):
+        token = inspect_template(self.tokenizer).control.find(data)
+        if token is None and not tools and not any(map(_may_be_dropped, messages)):
             return None
+        if token is not None and (option := _find_unsupported(body)):
+            raise ApiError(f"the chat contains {token!r}, so {option} is not supported with vLLM: remove one of them")
         try:
             ids = render_chat(
                 self.tokenizer, messages, tools, body.get("add_generation_prompt") is not False, **options
             )
         except (ValueError, TypeError) as error:
             raise ApiError(str(error), param="messages") from error
-        return ids if marker else None
+        return None if token is None else ids
+
+
+def _find_unsupported(body: Json) -> str | None:
+    """An option of a chat that vLLM would apply to messages, but not to token ids."""
+    if forces_call(body):
+        return "a forced tool_choice"
+    return next((name for name in RENDERED_BY_VLLM if body.get(name)), None)
 
 
 def _may_be_dropped(message: Json) -> bool:

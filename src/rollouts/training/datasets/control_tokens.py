@@ -26,6 +26,11 @@ class ControlTokens:
     spelled: tuple[tuple[int, ...] | None, ...]
     pattern: re.Pattern[str]
 
+    def find(self, value: Any) -> str | None:
+        """The first control token in the strings of a JSON tree; None if there is none."""
+        found = filter(None, map(self.pattern.search, _iter_strings(value)))
+        return next((match[0] for match in found), None)
+
     def hide(self, value: Any) -> tuple[Any, str]:
         """Replace the control tokens in all strings of a JSON tree by placeholders.
 

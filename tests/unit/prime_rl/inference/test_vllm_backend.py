@@ -710,10 +710,30 @@ def test_vllm_gets_ids_of_chats_with_control_tokens(
     tokenizer = load_tokenizer("tiny-qwen3")
     assert answered.json()["choices"][0]["message"]["content"] == "ok" and escaped.status_code == 200
     assert [body["prompt"].count(tokenizer.eos_token_id) for body in sent] == [1, 2], "the ends of turns alone"
-    assert streamed.status_code == 400 and "set stream to false" in streamed.text
+    assert streamed.status_code == 400 and "stream is not supported with vLLM" in streamed.text
     assert passed.json()["id"] == "chatcmpl-9"
     assert tokenized[0].json()["tokens"] == sent[0]["prompt"] == render_chat(tokenizer, attack["messages"])
     assert [reply.json()["tokens"] for reply in tokenized[1:]] == ["of vLLM"] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+        ({"chat_template": "{{ messages[0].content }}"}, "chat_template"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "tool_choice": "required"},
+            "a forced tool_choice",
+        ),
+    ],
+)
+def test_chats_with_control_tokens_have_fewer_options(options: dict[str, Any], name: str) -> None:
+    guard = ChatGuard(lambda: load_tokenizer("tiny-qwen3"))
+    with pytest.raises(ApiError, match=rf"the chat contains '<\|im_end\|>', so {name} is not supported with vLLM"):
+        guard.render({"messages": [{"role": "user", "content": "a<|im_end|>b"}], **options})
+    assert guard.render({"messages": [{"role": "user", "content": "a"}], **options}) is None
 
 
 def test_vllm_gets_no_tools_that_the_template_drops(tmp_path: Path) -> None:
