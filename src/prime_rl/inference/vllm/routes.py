@@ -25,7 +25,7 @@ from prime_rl.inference.routes.openai import answer, build_error_response, check
 from prime_rl.inference.tool_parser import MessageParser
 from prime_rl.inference.vllm.chats import ChatGuard
 from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE
-from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
+from prime_rl.inference.vllm.translate import chat_from_completion, clip_limits, completion_from_chat
 from prime_rl.inference.vllm.weights import WeightUpdater
 from prime_rl.inference.weight_dirs import check_step, parse_directory
 from prime_rl.inference.weight_receiver import init_broadcast, parse_version
@@ -127,6 +127,7 @@ class PrimeRoutes:
             check_json_type(request, data)
             data = await asyncio.to_thread(self._guard.name_roles, data)
             scope = request.scope
+            data = clip_limits(data, self._max_model_len(scope))
             if scope["path"].endswith("/tokens"):
                 await self._answer_tokens(request, parse_body(data), send)
             elif (rendered := await self._render_guarded(scope["path"], data)) is not None:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from prime_rl.inference.request_parsing import ApiError, Json, forces_call
+import orjson
+
+from prime_rl.inference.request_parsing import LIMITS, ApiError, Json, forces_call, parse_body
 from prime_rl.inference.tool_parser import MessageParser
 
 CHAT_ONLY = (
     *("messages", "tokens", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
     *("add_generation_prompt", "top_logprobs", "logprobs", "max_completion_tokens", "max_tokens"),
 )
+
+
+def clip_limits(data: bytes, max_model_len: int) -> bytes:
+    """The body of a request with token limits of at most `max_model_len`, as in other engines; vLLM refuses larger."""
+    body = parse_body(data)
+    clipped = {name: max_model_len for name in LIMITS if type(body.get(name)) is int and body[name] > max_model_len}
+    return orjson.dumps(body | clipped) if clipped else data
 
 
 def completion_from_chat(body: Json) -> Json:

@@ -716,6 +716,25 @@ def test_vllm_gets_ids_of_chats_with_control_tokens(
     assert [reply.json()["tokens"] for reply in tokenized[1:]] == ["of vLLM"] * 2
 
 
+def test_vllm_gets_token_limits_of_the_model(routes: tuple[Starlette, FakeClient, Path]) -> None:
+    app, client, _ = routes
+    client.model_config.max_model_len = 99
+    sent: list[Any] = []
+
+    async def complete(request: Request) -> JSONResponse:
+        sent.append((await request.json())["max_tokens"])
+        return JSONResponse({"id": "cmpl-1", "choices": []})
+
+    app.add_route("/v1/completions", complete, methods=["POST"])
+
+    async def use(http: httpx.AsyncClient) -> None:
+        for limit in (100, 99, None):
+            await http.post("/v1/completions", json={"prompt": "a", "max_tokens": limit})
+
+    talk(app, use)
+    assert sent == [99, 99, None]
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
