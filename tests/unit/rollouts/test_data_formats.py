@@ -89,6 +89,47 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
         load_rows(str(tmp_path / "one"), "test")
 
 
+def write_calls(path: Path) -> list[dict[str, Any]]:
+    """Rows whose tool calls and tools have different keys, as a JSONL file."""
+    rows = []
+    for name, arguments in (("add", {"a": 1, "b": 2}), ("weather", {"city": "Paris", "days": {"first": 1}})):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        properties = {key: {"type": "string"} for key in arguments}
+        tool = {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+        rows.append({"messages": messages, "tools": [tool]})
+    write_jsonl(path, rows)
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["struct", "json"])
+def test_arrow_rows_have_the_keys_of_json_rows(tmp_path: Path, kind: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = write_calls(tmp_path / "rows.jsonl")
+    if kind == "json":
+        file, cache = str(tmp_path / "rows.jsonl"), str(tmp_path / "cache")
+        data = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
+    else:
+        data = datasets.Dataset.from_list(rows)
+    data.save_to_disk(str(tmp_path / "saved"))
+    data.to_parquet(str(tmp_path / "rows.parquet"))
+    assert load_rows(str(tmp_path / "saved")) == rows
+    assert load_rows(str(tmp_path / "rows.parquet")) == rows
+
+
+def test_hub_rows_have_the_keys_of_json_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = write_calls(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    assert load_rows("owner/name") == rows
+
+
+def test_null_columns_stay(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "tools": None}, {"prompt": "b", "tools": [[1, None]]}]
+    write_parquet(tmp_path / "rows.parquet", rows)
+    assert load_rows(str(tmp_path / "rows.parquet")) == rows
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

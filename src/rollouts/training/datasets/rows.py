@@ -26,7 +26,7 @@ JSON_COLUMNS = frozenset(["messages", "conversations", "tools", "info"])
 MAX_CSV_CELL = 2**30
 
 ROWS_PER_READ = 1024
-"""Rows per read while streaming a parquet file."""
+"""Rows per read of a parquet file or a data set of the hub."""
 
 
 def load_rows(name: str, split: str = "train", subset: str | None = None) -> list[Row]:
@@ -181,9 +181,27 @@ def _iter_arrow(path: Path) -> Iterator[Row]:
     try:
         with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
             for batch in batches:
-                yield from batch.to_pylist()
+                yield from _iter_batch(batch)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no file of save_to_disk: {error}") from error
+
+
+def _iter_batch(batch: Any) -> Iterator[Row]:
+    """Rows of a record batch of pyarrow as they were before Arrow gave them one schema."""
+    for row in batch.to_pylist():
+        yield {field.name: _restore(row[field.name], field.type) for field in batch.schema}
+
+
+def _restore(value: Any, kind: Any) -> Any:
+    """A value of Arrow type `kind`: JSON text is parsed, and structs lose their nulls, which stand for missing keys."""
+    if value is not None and getattr(kind, "extension_name", None) == "arrow.json":
+        return json.loads(value)
+    if isinstance(value, dict) and kind.num_fields:
+        return {field.name: _restore(value[field.name], field.type) for field in kind if value[field.name] is not None}
+    item: Any = getattr(kind, "value_type", None)
+    if isinstance(value, list) and item is not None and (item.num_fields or hasattr(item, "extension_name")):
+        return [_restore(part, item) for part in value]
+    return value
 
 
 def _missing_pyarrow(path: Path) -> ValueError:
@@ -198,7 +216,7 @@ def _iter_parquet(path: Path) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=ROWS_PER_READ):
-                yield from batch.to_pylist()
+                yield from _iter_batch(batch)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no parquet file: {error}") from error
 
@@ -227,7 +245,9 @@ def _iter_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
         rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
         raise ValueError(f"data set {name!r} is no file and {describe_hub_error(error)}") from error
-    yield from rows
+    for table in rows.with_format("arrow").iter(ROWS_PER_READ):
+        for batch in table.to_batches():
+            yield from _iter_batch(batch)
 
 
 def describe_hub_error(error: Exception) -> str:
