@@ -29,7 +29,7 @@ def run_command(
     summary: str,
     explain: Callable[[Any], list[str]] = lambda _: [],
     preview: Callable[[Any], str | None] = lambda _: None,
-    record: bool = False,
+    record: Callable[[Any], BaseConfig | None] = lambda _: None,
     writes: bool = True,
     locks: Callable[[Any], str | None] = lambda _: None,
 ) -> NoReturn:
@@ -37,7 +37,7 @@ def run_command(
 
     `config_cls` is the config class that `run` takes, or its location as "module:name", imported when needed.
     `explain` returns comment lines that --dry-run prints before the values; `preview` returns text printed instead of
-    them. With `record` the resolved config is written to `<output_dir>/configs/<prog>.toml`. `writes`: whether the
+    them. `record` returns the config to write to `<output_dir>/configs/<prog>.toml`, if any. `writes`: whether the
     command writes to `output_dir`, which is then created. `locks` returns the part of it that no other process may
     write; a process that a launcher starts leaves the lock to it.
     """
@@ -74,8 +74,8 @@ def run_command(
         if writes:
             _check_output_dir(config)
         with _lock(config, locks(config)):
-            if record:
-                _record(config, prog)
+            if (recorded := record(config)) is not None:
+                _record(recorded, prog)
             return run(config)
 
     exit_with_errors(execute, debug=debug)
@@ -179,7 +179,7 @@ def _lock(config: Any, part: str | None) -> AbstractContextManager[None]:
 
 
 def _record(config: BaseConfig, prog: str) -> None:
-    """Write the resolved config, unless it was read from that file (whose source comments are more precise)."""
+    """Write a resolved config, unless it was read from that file (whose source comments are more precise)."""
     from prime_rl.utils.pydantic_config import write_config
 
     out_dir = config.model_dump(include={"output_dir"})["output_dir"]

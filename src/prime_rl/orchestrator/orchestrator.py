@@ -155,7 +155,7 @@ def main() -> None:
         "prime_rl.orchestrator.config:OrchestratorConfig",
         orchestrate,
         summary="Generate and score rollouts with an inference server, send batches to the trainer, relay its weights.",
-        record=True,
+        record=lambda config: config,
         locks=find_lock,
     )
 

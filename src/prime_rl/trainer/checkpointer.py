@@ -13,12 +13,10 @@ from loguru import logger
 from prime_rl.runtime.run_dir import RunDir, find_used
 from prime_rl.trainer.backend import Backend
 from prime_rl.trainer.ckpt import PART, is_checkpoint_due, load_checkpoint, save_checkpoint
-from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
+from prime_rl.trainer.config import SKIPS, CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.optim import build_schedule
 from prime_rl.trainer.optim_config import check_schedule
 from rollouts.training.steps import complete_steps, prune_commits, remove_unfinished
-
-SKIPS = ("optimizer", "scheduler", "dataloader", "progress")
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def resume(
         described = f"the {num_steps} steps that remain with ckpt.skip_scheduler: raise max_steps"
         check_schedule(config.scheduler, num_steps, described)
         stepper.schedule = build_schedule(config.scheduler, config.optim.lr, num_steps)
-    skipped = [name for name in SKIPS if getattr(ckpt, f"skip_{name}")]
+    skipped = [name.removeprefix("skip_") for name in SKIPS if getattr(ckpt, name)]
     without = f" without its {', '.join(skipped)}" if skipped else ""
     logger.info(f"Resuming after step {step}{without}")
     starts_stage = ckpt is not None and ckpt.skip_progress

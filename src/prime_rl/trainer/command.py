@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from prime_rl.configuration.command import run_command
 from prime_rl.runtime.machine import share_heap
+from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.run_page import offer_page
 from prime_rl.runtime.run_state import StateRecorder
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.config import ParallelDims
+    from prime_rl.trainer.config import ParallelDims, TrainerConfig
 
 
 def run_trainer(
@@ -33,7 +34,7 @@ def run_trainer(
     """
     has_groups = int(os.environ.get("WORLD_SIZE", "1")) > 1
 
-    def record(config: Any) -> int:
+    def run(config: Any) -> int:
         nonlocal has_groups
         share_heap()
         has_groups = has_groups or (prog == "trainer" and config.weight_broadcast.type != "filesystem")
@@ -56,7 +57,7 @@ def run_trainer(
         return None if is_submission or is_other_rank or config.bench else "trainer"
 
     try:
-        run_command(prog, config_cls, record, summary=summary, preview=preview, record=True, locks=find_lock)
+        run_command(prog, config_cls, run, summary=summary, preview=preview, record=build_record, locks=find_lock)
     except SystemExit as exit_:
         if not has_groups:
             raise
@@ -64,6 +65,14 @@ def run_trainer(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_.code if isinstance(exit_.code, int) else 1)
+
+
+def build_record(config: TrainerConfig) -> TrainerConfig | None:
+    """The config to record, without options of this start: a start from the record would skip the parts again.
+
+    None for a rank of `run_ranks`, whose launcher has recorded it.
+    """
+    return None if "RANK" in os.environ and TOKEN_VARIABLE in os.environ else config.without_skips()
 
 
 def count_missing_ranks(parallel: ParallelDims, environ: Mapping[str, str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -98,6 +98,8 @@ __all__ = [
 ]
 
 MAX_TRACED_STEPS = 10
+SKIPS = ("skip_optimizer", "skip_scheduler", "skip_dataloader", "skip_progress")
+"""Keys of `ckpt` for one start."""
 
 
 class CkptConfig(BaseConfig):
@@ -126,7 +128,7 @@ class CkptConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check_skips_have_resume_step(self) -> CkptConfig:
-        for name in ("skip_optimizer", "skip_scheduler", "skip_dataloader", "skip_progress"):
+        for name in SKIPS:
             if getattr(self, name) and self.resume_step is None:
                 raise ValueError(f"{name} has no effect without a checkpoint to resume from: set resume_step")
         return self
@@ -189,6 +191,18 @@ class TrainerConfig(TrackersConfig):
     def default_lr(cls, *, lora: bool) -> float:
         """The learning rate when `optim.lr` is unset."""
         return cls.full_lr * LORA_LR_FACTOR if lora else cls.full_lr
+
+    def without_skips(self) -> Self:
+        """The config of later starts: `ckpt.skip_*` unset, and `ckpt.resume_step` too if it is of the stage before."""
+        if self.ckpt is None or not (skips := [name for name in SKIPS if getattr(self.ckpt, name)]):
+            return self
+        changes: dict[str, Any] = dict.fromkeys(skips, False)
+        if self.ckpt.skip_progress:
+            changes["resume_step"] = None
+        later = self.model_copy(update={"ckpt": self.ckpt.model_copy(update=changes)})
+        unset = {f"ckpt.{name}" for name in changes}
+        later.__dict__["provenance"] = {key: value for key, value in self.provenance.items() if key not in unset}
+        return later
 
     @model_validator(mode="before")
     @classmethod

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from prime_rl.runtime.machine import find_free_port, num_cores
 from prime_rl.runtime.process import Child, ChildFailed, Supervisor, tail
@@ -19,9 +21,6 @@ def run_ranks(module: str, process: str, config: TrainConfig | SFTConfig, num_ra
 
     If a rank fails, the others are stopped, and the error contains its name and the end of its log.
     """
-    run_dir = RunDir(config.output_dir)
-    config_path = run_dir.config(process)
-    write_config(config, config_path)
     names = [f"{process}_rank{rank}" for rank in range(num_ranks)]
     shared = {
         "WORLD_SIZE": str(num_ranks),
@@ -31,7 +30,12 @@ def run_ranks(module: str, process: str, config: TrainConfig | SFTConfig, num_ra
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_ranks)),
     }
     try:
-        with Supervisor(run_dir.logs, console=sys.stdout, format_line=FirstRank(names[0])) as run:
+        with (
+            tempfile.TemporaryDirectory(prefix="ranks_") as scratch,
+            Supervisor(RunDir(config.output_dir).logs, console=sys.stdout, format_line=FirstRank(names[0])) as run,
+        ):
+            config_path = Path(scratch) / f"{process}.toml"
+            write_config(config, config_path)
             for rank, name in enumerate(names):
                 argv = [sys.executable, "-m", module, "@", str(config_path)]
                 run.start(name, argv, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -211,7 +211,7 @@ def main() -> None:
         "prime_rl.training_api.config:ServeConfig",
         serve,
         summary="Train LoRA adapters and sample from them, for programs of the tinker client.",
-        record=True,
+        record=lambda config: config,
     )
 
 

@@ -20,10 +20,12 @@ from prime_rl.trainer.ckpt import (
     load_checkpoint,
     save_checkpoint,
 )
+from prime_rl.trainer.command import build_record
 from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.rl.train import train as train_rl
 from prime_rl.trainer.sft.train import train as train_sft
 from prime_rl.transport.weights import read_manifest
+from prime_rl.utils.pydantic_config import parse_argv, write_config
 from rollouts.training.metrics import load_jsonl, load_last_attempts
 from rollouts.training.steps import complete_steps, find_damage, prune_commits, publish_dir, step_path
 
@@ -295,6 +297,17 @@ def test_a_new_stage_is_kept_and_resumed_by_itself(skip_optimizer: bool, tmp_pat
     assert read_manifest(out / "weights" / "step_4") == read_manifest(straight / "weights" / "step_4")
     train_sft(sft_config(out, ckpt={**ckpt, "resume_step": -1}, optim={"lr": 1e-2}))
     assert complete_steps(out / "checkpoints", ("trainer",)) == [6], "the new stage, from its step 4"
+
+
+def test_the_record_of_a_stage_resumes_that_stage(tmp_path: Path) -> None:
+    for step, skip in (("4", "skip-progress"), ("-1", "skip-optimizer")):
+        argv = ["--output-dir", str(tmp_path), "--ckpt.resume-step", step, f"--ckpt.{skip}"]
+        record = build_record(parse_argv(SFTConfig, argv, "sft")[0])
+        assert record is not None
+        write_config(record, tmp_path / "sft.toml")
+        assert "--ckpt.skip" not in (tmp_path / "sft.toml").read_text()
+        later, _ = parse_argv(SFTConfig, ["@", str(tmp_path / "sft.toml"), "--resume"], "sft")
+        assert later.ckpt == CkptConfig(resume_step=-1)
 
 
 def interrupt(*_: Any) -> None:
