@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,16 @@ def reject_or_archive_earlier_run(
 
 
 def resume(
-    config: TrainConfig | SFTConfig, backend: Backend, ckpt_parts: tuple[str, ...]
+    config: TrainConfig | SFTConfig,
+    backend: Backend,
+    ckpt_parts: tuple[str, ...],
+    check_progress: Callable[[Mapping[str, Any]], object] = lambda _: None,
 ) -> tuple[dict[str, Any], int]:
     """Load the configured checkpoint, if any; returns the saved progress and the first step.
 
     Rank 0 selects the step, because other ranks may see an older state of a shared file system. Later steps are moved
-    to `attempts/N`; of a new stage (`skip_progress`) all steps, after its start is saved as checkpoint 0.
+    to `attempts/N`; of a new stage (`skip_progress`) all steps, after its start is saved as checkpoint 0. Before that
+    `check_progress` raises `ValueError` for progress that this run cannot continue.
     """
     run, ranks, ckpt = RunDir(config.output_dir), backend.ranks, config.ckpt
     chosen: list[int | None] = []
@@ -95,13 +99,14 @@ def resume(
     progress: dict[str, Any] = {}
     stepper = backend.stepper
     average = None if backend.average is None else backend.average.by_name
-    ranks.run_on_all_ranks(
-        lambda: progress.update(
-            load_checkpoint(
-                run.checkpoints, step, backend.parameters, stepper, ranks, ckpt, backend.shard_map, average=average
-            )
-        )
-    )
+
+    def load() -> None:
+        parameters, shards = backend.parameters, backend.shard_map
+        loaded = load_checkpoint(run.checkpoints, step, parameters, stepper, ranks, ckpt, shards, average=average)
+        check_progress(loaded)
+        progress.update(loaded)
+
+    ranks.run_on_all_ranks(load)
     if stepper.schedule_start and config.max_steps is not None:
         num_steps = config.max_steps - stepper.schedule_start
         described = f"the {num_steps} steps that remain with ckpt.skip_scheduler: raise max_steps"

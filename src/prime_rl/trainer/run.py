@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,10 +188,14 @@ def build_run(
     ckpt_parts: tuple[str, ...] = (PART,),
     tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
+    check_progress: Callable[[Mapping[str, Any]], object] = lambda _: None,
 ) -> TrainerRun:
-    """Set up a run, resuming from a checkpoint if configured (all `ckpt_parts` must be complete)."""
+    """Set up a run, resuming from a checkpoint if configured: all `ckpt_parts` must be complete.
+
+    `check_progress`: see `resume`.
+    """
     out, rank, place = RunDir(config.output_dir), backend.ranks.rank, backend.placement
-    progress, first_step = resume(config, backend, ckpt_parts)
+    progress, first_step = resume(config, backend, ckpt_parts, check_progress)
     if rank == 0:
         remove_unfinished(out.weights)
         remove_unfinished(out.broadcasts)

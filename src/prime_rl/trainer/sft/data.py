@@ -164,7 +164,8 @@ class SFTBatches:
         if position.digest != digest:
             raise ValueError(
                 "the checkpoint was trained on other data, or with another template or data.seq_len: resume with the "
-                "original settings, or start a new run from its weights with --model.name"
+                "original settings, begin these data with ckpt.skip_dataloader, or start a new run from its weights "
+                "with --model.name"
             )
         return position
 

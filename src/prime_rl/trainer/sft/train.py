@@ -56,6 +56,7 @@ def train(config: SFTConfig) -> int:
         backend,
         tokenizer_dir=resolve_model_dir(config.tokenizer.name) if config.tokenizer.name else None,
         chat_template=tokenizer.chat_template if tokenizer and config.tokenizer.chat_template else None,
+        check_progress=batches.restore,
     )
     timer = run.timer
     position = batches.restore(run.progress)

@@ -299,6 +299,17 @@ def test_a_new_stage_is_kept_and_resumed_by_itself(skip_optimizer: bool, tmp_pat
     assert complete_steps(out / "checkpoints", ("trainer",)) == [6], "the new stage, from its step 4"
 
 
+@pytest.mark.parametrize("skip_progress", [False, True])
+def test_a_refused_resume_moves_nothing(skip_progress: bool, tmp_path: Path) -> None:
+    train_sft(sft_config(tmp_path / "run", ckpt={"interval": 2}, max_steps=4))
+    before = sorted((tmp_path / "run").rglob("*"))
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    data = {"name": str(tmp_path / "other.jsonl"), "seq_len": 32, "batch_size": 3}
+    with pytest.raises(ValueError, match=r"other data(.|\n)*ckpt\.skip_dataloader"):
+        train_sft(sft_config(tmp_path / "run", ckpt={"resume_step": 2, "skip_progress": skip_progress}, data=data))
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
 def test_the_record_of_a_stage_resumes_that_stage(tmp_path: Path) -> None:
     for step, skip in (("4", "skip-progress"), ("-1", "skip-optimizer")):
         argv = ["--output-dir", str(tmp_path), "--ckpt.resume-step", step, f"--ckpt.{skip}"]
