@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
+import xxhash
 from loguru import logger
 
 from prime_rl.runtime.tokenizer import load_tokenizer
@@ -40,7 +41,7 @@ class SampleSource(Protocol):
 class Position:
     """Data position: completed epochs, offset in the current one, and the number of overlong samples.
 
-    `samples` and `tokens` count the consumed data of each source. `digest` identifies the dataset.
+    `samples` and `tokens` count the consumed data of each source. `digest` identifies the dataset and its order.
     """
 
     epoch: int = 0
@@ -156,18 +157,33 @@ class SFTBatches:
         return out
 
     def restore(self, progress: Mapping[str, Any]) -> Position:
-        """Restore the data position from `progress`; `ValueError` when the data differ."""
-        digest = self.source.digest() if isinstance(self.source, TokenizedSamples) else ""
+        """Restore the data position from `progress`; `ValueError` when the data or their order differ."""
+        data = self.source.digest() if isinstance(self.source, TokenizedSamples) else ""
+        digest = f"{data}-{self._digest_order()}" if data else ""
         if "position" not in progress:
             return Position(digest=digest)
         position = msgspec.convert(progress["position"], Position)
-        if position.digest != digest:
+        if position.digest not in (digest, data):  # earlier versions had no digest of the order
+            if position.digest.partition("-")[0] == data:
+                raise ValueError(
+                    "the checkpoint was trained on these data in another order: resume with the original seed, "
+                    "data.shuffle, data.probabilities and data.stopping_strategy, or begin the data again with "
+                    "ckpt.skip_dataloader"
+                )
             raise ValueError(
                 "the checkpoint was trained on other data, or with another template or data.seq_len: resume with the "
                 "original settings, begin these data with ckpt.skip_dataloader, or start a new run from its weights "
                 "with --model.name"
             )
-        return position
+        return replace(position, digest=digest)
+
+    def _digest_order(self) -> str:
+        """Hash of what `order` depends on beside the data; the seed counts only where it has an effect."""
+        is_mixed = len(self.source.sizes) > 1
+        probabilities = list(self.probabilities) if is_mixed and self.probabilities is not None else None
+        seed = self.seed if self.shuffle or probabilities else None
+        order = seed, self.shuffle, probabilities, self.stopping if is_mixed else None
+        return xxhash.xxh3_64(repr(order).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

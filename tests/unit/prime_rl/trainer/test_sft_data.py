@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -372,3 +373,23 @@ def test_positions_survive_json() -> None:
         batches.restore(state)
     state["position"]["digest"] = TokenizedSamples().digest()
     assert batches.restore(state).tokens == (6, 7)
+
+
+def test_positions_belong_to_one_order_of_the_data() -> None:
+    source = TokenizedSamples(sizes=[2, 3])
+    mixed = SFTBatches(source, 8, 1, shuffle=True, seed=1, probabilities=[0.5, 0.5])
+    state = {"position": mixed.restore({}).state()}
+    assert mixed.restore(state) == mixed.restore({})
+    others: list[dict[str, Any]] = [
+        {"seed": 2},
+        {"shuffle": False},
+        {"probabilities": [0.25, 0.75]},
+        {"stopping": "first_exhausted"},
+    ]
+    for change in others:
+        with pytest.raises(ValueError, match=r"another order: resume with the original seed, data\.shuffle"):
+            replace(mixed, **change).restore(state)
+    plain = SFTBatches(TokenizedSamples(sizes=[5]), 8, 1, shuffle=False, seed=1)
+    assert replace(plain, seed=2).restore({"position": plain.restore({}).state()})
+    of_earlier_version = {"position": Position(digest=source.digest()).state()}
+    assert mixed.restore(of_earlier_version) == mixed.restore({})
