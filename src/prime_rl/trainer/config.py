@@ -452,6 +452,17 @@ class SFTConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_end(self, info: ValidationInfo) -> SFTConfig:
+        saves = self.ckpt is not None and self.ckpt.interval is not None
+        if not (self.has_end or saves or self.bench):
+            note(
+                info,
+                "note: the run has no end and saves nothing: set num_epochs or max_steps, or ckpt.interval to save "
+                "while it runs",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_val_data(self) -> SFTConfig:
         if self.val is not None and not isinstance(self.data, SFTDataConfig):
             raise ValueError("val needs conversations, but data.type is fake: leave the section out")

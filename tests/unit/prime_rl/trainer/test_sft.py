@@ -325,6 +325,22 @@ def test_num_epochs_settings_are_checked(tmp_path: Path) -> None:
         train(config)
 
 
+@pytest.mark.parametrize(
+    ("argv", "is_noted"),
+    [
+        ([], True),
+        (["--ckpt.keep", "1"], True),
+        (["--max-steps", "3"], False),
+        (["--num-epochs", "1"], False),
+        (["--ckpt.interval", "9"], False),
+        (["--bench"], False),
+    ],
+)
+def test_a_run_that_saves_nothing_is_noted(argv: list[str], is_noted: bool) -> None:
+    config, _ = parse_argv(SFTConfig, argv, "sft", environ={})
+    assert any("saves nothing: set num_epochs or max_steps" in note for note in config.notes) == is_noted
+
+
 def test_fake_lengths(tmp_path: Path) -> None:
     for length, expected in (("fixed", {16}), ("variable", set(range(2, 17)))):
         config = make_config(tmp_path, {"type": "fake", "length": length, "seq_len": 16, "batch_size": 64})

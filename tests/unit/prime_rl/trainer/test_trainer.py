@@ -533,7 +533,7 @@ def test_negative_learning_rate_is_rejected(optim: str) -> None:
 def test_default_learning_rate_follows_the_method(
     config_cls: type[TrainConfig] | type[SFTConfig], argv: list[str], lr: float, source: str
 ) -> None:
-    config, sources = parse_argv(config_cls, argv, "trainer", environ={})
+    config, sources = parse_argv(config_cls, ["--max-steps", "9", *argv], "trainer", environ={})
     assert config.optim.lr == pytest.approx(lr) and sources["optim.lr"] == source
     assert not config.notes
 
