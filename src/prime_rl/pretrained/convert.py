@@ -52,18 +52,18 @@ def convert(source: Path, target: Path, file_type: str | None = None, base: str 
 def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None:
     """Write a full model into `target`: the base model with the adapter merged into its weights.
 
-    The tokenizer is the adapter's, if it has one.
+    The base may be an adapter itself. The tokenizer is the adapter's, if it has one.
     """
     from prime_rl.runtime.tokenizer import resolve_model_dir
     from prime_rl.trainer.lora import load_adapter, merge_adapter
-    from prime_rl.trainer.models.registry import read_files
+    from prime_rl.trainer.models.registry import read_tensors
 
     adapter = load_adapter(adapter_dir)
     base = base or adapter.base_model
     if not base:
         raise ValueError(f"{adapter_dir} does not name its base model: pass --base")
     base_dir = resolve_model_dir(base)
-    tensors = merge_adapter(read_files(base_dir), adapter)
+    tensors = merge_adapter(read_tensors(base_dir), adapter)
     has_tokenizer = any(adapter_dir.glob("tokenizer*"))
     files = read_model_files(base_dir, adapter_dir if has_tokenizer else None)
     save_tensors(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})

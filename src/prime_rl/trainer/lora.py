@@ -231,7 +231,7 @@ def merged_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -
 
 @torch.no_grad()
 def merge_adapter(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
-    """Base checkpoint tensors with an adapter merged in; `ValueError` for mismatched tensors."""
+    """Base checkpoint tensors with an adapter merged in, in their dtypes; `ValueError` for mismatched tensors."""
     merged = dict(tensors)
     saved = {n: t for n, t in adapter.tensors.items() if ".lora_A." not in n and ".lora_B." not in n}
     if unknown := sorted(saved.keys() - tensors.keys() - {"lm_head.weight"}):
@@ -241,7 +241,7 @@ def merge_adapter(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, 
         )
     if {"lm_head.weight", "model.embed_tokens.weight"} & saved.keys() and "lm_head.weight" not in merged:
         merged["lm_head.weight"] = merged["model.embed_tokens.weight"]  # tied in the base checkpoint, untied here
-    merged |= saved
+    merged |= {name: tensor.to(merged[name].dtype) for name, tensor in saved.items()}
     for name in sorted({key.rpartition(".lora_")[0] for key in adapter.tensors.keys() - saved.keys()}):
         a, b = (adapter.tensors.get(f"{name}.lora_{kind}.weight") for kind in "AB")
         weight = merged.get(f"{name}.weight")

@@ -202,9 +202,16 @@ def test_bad_input_names_the_cure(
     assert message in capsys.readouterr().err
 
 
-def publish_adapter(root: Path, modules_to_save: tuple[str, ...]) -> tuple[Path, dict[str, torch.Tensor]]:
+def publish_base(root: Path, dtype: torch.dtype = torch.float32) -> Path:
+    tensors = {name: tensor.to(dtype) for name, tensor in tensor_names(load_decoder(BASE, random_init=True)).items()}
+    return publish_weights(root / "base", 1, tensors, BASE)
+
+
+def publish_adapter(
+    root: Path, modules_to_save: tuple[str, ...], base: Path | None = None
+) -> tuple[Path, dict[str, torch.Tensor]]:
     """An adapter of a base model on disk, and the tensors that the trainer would merge."""
-    base = publish_weights(root / "base", 1, tensor_names(load_decoder(BASE, random_init=True)), BASE)
+    base = base or publish_base(root)
     model, spec = load_decoder(base), LoraSpec(rank=4, alpha=8.0, modules_to_save=modules_to_save)
     add_lora(model, spec)
     with torch.no_grad():
@@ -226,6 +233,21 @@ def test_convert_merges_an_adapter(tmp_path: Path, modules_to_save: tuple[str, .
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     card = module.write_card(directory, "me/adapter")
     assert "A LoRA adapter, trained" in card and "library_name: peft" in card
+
+
+def test_convert_merges_an_adapter_of_an_adapter(tmp_path: Path) -> None:
+    first, _ = publish_adapter(tmp_path, ())
+    second, expected = publish_adapter(tmp_path / "second", (), base=first)
+    assert run(convert_main, second, tmp_path / "merged") == 0
+    merged = read_files(tmp_path / "merged")
+    assert merged.keys() == expected.keys() and all(torch.equal(merged[n], expected[n]) for n in merged)
+
+
+def test_merged_tensors_have_the_dtype_of_the_base(tmp_path: Path) -> None:
+    directory, _ = publish_adapter(tmp_path, ("lm_head",), base=publish_base(tmp_path, torch.bfloat16))
+    assert run(convert_main, directory, tmp_path / "merged") == 0
+    assert {tensor.dtype for tensor in read_files(tmp_path / "merged").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_convert_of_adapters_names_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
