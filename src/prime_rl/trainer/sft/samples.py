@@ -15,7 +15,7 @@ from loguru import logger
 
 from prime_rl.telemetry.progress import show_progress
 from prime_rl.trainer.config import SFTDataConfig
-from rollouts.training.datasets.chat import TemplateRenderer
+from rollouts.training.datasets.chat import TemplateRenderer, encode_text
 from rollouts.training.datasets.rows import Row, iter_rows
 from rollouts.training.datasets.sft import (
     ASSISTANT,
@@ -213,7 +213,8 @@ def render_row(
     conversation = read_row(row, index, tokenizer)
     if isinstance(conversation, PlainText):
         if conversation.completion:
-            yield render_text(conversation, index, tokenizer)
+            with name_row(index):
+                yield render_text(conversation, index, tokenizer)
         return
     trained = conversation.messages[conversation.first_trained :]
     stats.empty_turns += sum(is_empty_turn(message) for message in trained)
@@ -251,16 +252,22 @@ def read_row(row: Row, index: int, tokenizer: Tokenizer) -> Conversation | Plain
 
 
 def check_data(config: SFTDataConfig, tokenizer: Tokenizer) -> None:
-    """Check the format of the first `CHECKED_ROWS` rows, in less than a second; `ValueError` names the row."""
+    """Check the format of the first `CHECKED_ROWS` rows, in less than a second; `ValueError` names the row.
+
+    The first row of each part is also rendered, so that a missing chat template is found.
+    """
+    chat = TemplateRenderer(tokenizer)
     for subset, split in config.parts:
         for index, row in enumerate(islice(iter_rows(config.name, split, subset), CHECKED_ROWS)):
             read_row(row, index, tokenizer)
+            if index == 0:
+                list(render_row(row, index, config, tokenizer, chat, TokenizationStats()))
 
 
 def render_text(text: PlainText, index: int, tokenizer: Tokenizer) -> Sample:
     """Plain text sample with EOS."""
-    before = tokenizer.encode(text.prompt)
-    after = tokenizer.encode(text.completion, add_special_tokens=False)
+    before = encode_text(tokenizer, text.prompt, add_special_tokens=True)
+    after = encode_text(tokenizer, text.completion)
     after += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     mask = [0.0] * len(before) + [1.0] * len(after)
     return Sample(prompt=text.prompt, tokens=before + after, loss_mask=mask, index=index, status=Status.COMPLETED)

@@ -61,7 +61,16 @@ def render_chat(
     chat = render_pieces(tokenizer, messages, tools, add_generation_prompt, **template_kwargs)
     ids: list[int] = []
     for piece in chat.pieces:
-        ids += tokenizer.encode(piece, add_special_tokens=False) if isinstance(piece, str) else piece
+        ids += encode_text(tokenizer, piece) if isinstance(piece, str) else piece
+    return ids
+
+
+def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """The token ids of text; `ValueError` for text that is not valid Unicode."""
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except (TypeError, UnicodeError) as error:  # fast tokenizers raise TypeError
+        raise ValueError("the text is not valid Unicode: remove its lone surrogates") from error
     return ids
 
 

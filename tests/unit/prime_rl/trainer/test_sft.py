@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import SFTConfig, SFTDataConfig
 from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches
-from prime_rl.trainer.sft.samples import TokenizationStats, tokenize_rows
+from prime_rl.trainer.sft.samples import TokenizationStats, check_data, tokenize_rows
 from prime_rl.trainer.sft.train import train
 from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.datasets.rows import is_hub_resolvable, load_rows
@@ -365,6 +366,7 @@ def test_text_is_trained_whole(tokenizer: Any) -> None:
         ('{"prompt": "a", "completion": "b"}\n{"input": "a"}\n', "row 1 of the data set has the columns input"),
         ('{"messages": [{"role": "robot", "content": "x"}]}\n', r"row 0 .*role is 'robot'"),
         ("", "holds no rows"),
+        ('{"prompt": "a", "completion": "\\ud83d"}\n', "row 0 .*is not valid Unicode"),
     ],
 )
 def test_data_are_checked_before_the_model_is_loaded(
@@ -381,3 +383,14 @@ def test_data_are_checked_before_the_model_is_loaded(
         with pytest.raises(ValueError, match=message) as caught:
             train(config)
         assert "\n" not in str(caught.value)
+
+
+def test_missing_template_is_found_before_the_model_is_loaded(tmp_path: Path, tokenizer: Any) -> None:
+    rows = {"messages.jsonl": {"messages": [USER, ANSWER]}, "text.jsonl": {"prompt": "a", "completion": "b"}}
+    for name, row in rows.items():
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    check_data(SFTDataConfig(name=str(tmp_path / "text.jsonl")), plain)
+    with pytest.raises(ValueError, match=r"row 0 .*the model has no chat template"):
+        check_data(SFTDataConfig(name=str(tmp_path / "messages.jsonl")), plain)

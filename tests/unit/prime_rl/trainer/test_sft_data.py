@@ -154,6 +154,8 @@ WRONG_ROWS: list[Any] = [
     ({"messages": [QUESTION, {"content": "x"}]}, "row 1 .*neither text nor a list of messages with a role"),
     ({"messages": [QUESTION, ANSWER], "tools": "[{"}, "row 1 .*`tools` is not JSON"),
     ({"messages": [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}]}, "row 1 .*'image'"),
+    ({"messages": [QUESTION, {"role": "assistant", "content": "x \ud83d"}]}, "row 1 .*is not valid Unicode"),
+    ({"text": "x \ud83d"}, "row 1 .*is not valid Unicode"),
 ]
 
 
