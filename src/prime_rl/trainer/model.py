@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.tokenizer import ASSETS_DIR, resolve_model_dir
 from prime_rl.trainer.config import LoraConfig, ModelConfig, SFTModelConfig
 from prime_rl.trainer.lora import LoraSpec, add_lora
@@ -110,6 +111,6 @@ def build_adapter_spec(config: LoraConfig) -> LoraSpec:
 
 
 def find_base_name(name: str, model_dir: Path) -> str:
-    """Base model name in the adapter config: the hub id, or the directory of a local model."""
-    is_local = Path(name).expanduser().is_dir() or (ASSETS_DIR / name).is_dir()
+    """Base model name in the adapter config: the hub id, else the directory, which other programs load, too."""
+    is_local = Path(name).expanduser().exists() or (ASSETS_DIR / name).is_dir() or name in KNOWN_MODELS
     return str(model_dir) if is_local else name

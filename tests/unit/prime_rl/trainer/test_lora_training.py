@@ -145,6 +145,13 @@ def test_missing_base_model_is_reported(tmp_path: Path) -> None:
         read_tensors(tmp_path / "weights" / "step_1")
 
 
+def test_adapters_name_a_base_that_others_can_load(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").touch()
+    for name in ("smollm2", str(tmp_path / "small.gguf"), str(tmp_path), "tiny-qwen3"):
+        assert model_module.find_base_name(name, Path("/cache/model")) == "/cache/model"
+    assert model_module.find_base_name("org/model", Path("/cache/model")) == "org/model"
+
+
 def test_adapter_gradients_match_the_merged_weight(base: Path, tmp_path: Path) -> None:
     """dL/dB = scale * dL/dW A^T and dL/dA = scale * B^T dL/dW, of the merged weight."""
     from prime_rl.trainer.rl.data import build_batches
