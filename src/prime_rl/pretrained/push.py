@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_rl.configuration.arguments import CommandParser
+from prime_rl.pretrained.cache import models_cache_dir
 from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, is_adapter
@@ -30,11 +33,7 @@ def write_card(directory: Path, repo_id: str) -> str:
     run, step = RunDir(directory.resolve().parent.parent), parse_step(directory.name)
     methods = {"trainer": "reinforcement learning", "sft": "supervised fine-tuning"}
     process = next((name for name in methods if run.config(name).is_file()), None)
-    base = adapter["base_model_name_or_path"] if adapter else _read_base(run, process)
-    if base in KNOWN_MODELS:
-        base = KNOWN_MODELS[base].hub_id
-    if base is not None and (Path(base).exists() or base.count("/") != 1):
-        base = None  # a directory of this machine, or a shipped model: not on the hub
+    base = find_hub_id(adapter["base_model_name_or_path"] if adapter else _read_base(run, process))
     library, loader = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
     data = ModelCardData(base_model=base, library_name=library, pipeline_tag="text-generation", tags=["prime-rl"])
     of = f" of [{base}](https://huggingface.co/{base})" if base else ""
@@ -57,8 +56,32 @@ def _read_base(run: RunDir, process: str | None) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def find_hub_id(base: str | None) -> str | None:
+    """The hub id of a base model; None for a directory of this machine, or a shipped model."""
+    if base is None:
+        return None
+    name = Path(base).name if Path(base).parent == models_cache_dir() else base
+    if name in KNOWN_MODELS:
+        return KNOWN_MODELS[name].hub_id
+    is_local = Path(base).expanduser().exists() or base.startswith(("/", "~", ".")) or base.count("/") != 1
+    return None if is_local else base
+
+
+def rewrite_adapter_config(directory: Path) -> bytes:
+    """`adapter_config.json` with the hub id of its base model; `ValueError` for a base that is not on the hub."""
+    config = read_json_file(directory / ADAPTER_CONFIG_FILE)
+    base = config.get("base_model_name_or_path")
+    hub_id = find_hub_id(base)
+    if hub_id is None:
+        raise ValueError(
+            f"the base model of {directory} is {base}, which is not on the hub, so others could not load the adapter: "
+            f"merge it with `convert {shlex.quote(str(directory))} MERGED` and push that"
+        )
+    return json.dumps({**config, "base_model_name_or_path": hub_id}, indent=2).encode()
+
+
 def check_weights(directory: Path) -> None:
-    """`ValueError` unless a directory contains complete weights."""
+    """`ValueError` unless a directory contains complete weights that others can load."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: give one with weights, such as outputs/rl/weights/step_20")
     if (newest := latest_step(directory)) is not None:
@@ -67,6 +90,8 @@ def check_weights(directory: Path) -> None:
         raise ValueError(f"{directory} has no *.safetensors: give a directory of weights")
     if parse_step(directory.name) is not None and not is_complete(directory):
         raise ValueError(f"{directory} is incomplete: it has no STABLE marker")
+    if is_adapter(directory):
+        rewrite_adapter_config(directory)
 
 
 def list_files(directory: Path) -> list[Path]:
@@ -89,6 +114,8 @@ def push(directory: Path, repo_id: str, *, private: bool, token: str, message: s
     try:
         url = api.create_repo(repo_id, private=private, exist_ok=True)
         files: dict[str, Path | bytes] = {path.name: path for path in list_files(directory)}
+        if is_adapter(directory):
+            files[ADAPTER_CONFIG_FILE] = rewrite_adapter_config(directory)
         if CARD not in files and not api.file_exists(repo_id, CARD):
             files[CARD] = write_card(directory, repo_id).encode()
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]

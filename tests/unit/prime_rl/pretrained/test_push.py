@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from prime_rl.pretrained import push as module
+from prime_rl.pretrained.cache import models_cache_dir
 from prime_rl.pretrained.convert import main as convert_main
 from prime_rl.pretrained.push import main as push_main
 from prime_rl.runtime.tokenizer import resolve_model_dir
@@ -241,6 +242,40 @@ def test_convert_merges_an_adapter_of_an_adapter(tmp_path: Path) -> None:
     assert run(convert_main, second, tmp_path / "merged") == 0
     merged = read_files(tmp_path / "merged")
     assert merged.keys() == expected.keys() and all(torch.equal(merged[n], expected[n]) for n in merged)
+
+
+def rename_base(directory: Path, base: object) -> bytes:
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(base)}))
+    return path.read_bytes()
+
+
+def test_pushed_adapters_name_a_base_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    directory, _ = publish_adapter(tmp_path, ())
+    known = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    for base, hub_id in (("smollm2", known), (models_cache_dir() / "smollm2", known), ("org/base", "org/base")):
+        before = rename_base(directory, base)
+        hub.files.clear()
+        assert run(push_main, directory, "me/adapter") == 0
+        assert json.loads(hub.files["adapter_config.json"])["base_model_name_or_path"] == hub_id
+        assert f"base_model: {hub_id}" in hub.files["README.md"].decode()
+        assert (directory / "adapter_config.json").read_bytes() == before, "the file here keeps its base"
+
+
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
+def test_adapters_of_a_local_base_are_not_pushed(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dry_run: tuple[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    directory, _ = publish_adapter(tmp_path, ())
+    for base in (tmp_path / "base" / "step_1", "/no/such", "tiny-qwen3", "~/model"):
+        rename_base(directory, base)
+        assert run(push_main, directory, "me/adapter", *dry_run) == 2
+        assert f"is not on the hub, so others could not load the adapter: merge it with `convert {directory}" in (
+            capsys.readouterr().err
+        )
+    assert not hub.created and not hub.files
 
 
 def test_merged_tensors_have_the_dtype_of_the_base(tmp_path: Path) -> None:
