@@ -30,7 +30,7 @@ def run_command(
     explain: Callable[[Any], list[str]] = lambda _: [],
     preview: Callable[[Any], str | None] = lambda _: None,
     record: Callable[[Any], BaseConfig | None] = lambda _: None,
-    writes: bool = True,
+    writes: Callable[[Any], bool] = lambda _: True,
     locks: Callable[[Any], str | None] = lambda _: None,
 ) -> NoReturn:
     """Run a command and exit with 0 (success), 2 (`ValueError`: invalid input) or 1 (failure).
@@ -71,7 +71,7 @@ def run_command(
             comments = "".join(f"# {line}\n" for line in explain(config))
             sys.stdout.write(comments + render_toml(config, config.provenance))
             return 0
-        if writes:
+        if writes(config):
             _check_output_dir(config)
         with _lock(config, locks(config)):
             if (recorded := record(config)) is not None:

@@ -39,7 +39,7 @@ def main() -> None:
         "prime_rl.plan.config:PlanConfig",
         plan,
         summary="Estimate memory, time per step and bottlenecks of a configuration on a cluster.",
-        writes=False,
+        writes=lambda _: False,
     )
 
 

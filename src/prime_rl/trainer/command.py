@@ -43,7 +43,7 @@ def run_trainer(
 
         find_level(config.log.level)  # before the model is downloaded or loaded
         check_trackers(config)
-        if int(os.environ.get("RANK", "0")):
+        if config.bench or int(os.environ.get("RANK", "0")):
             return train(config)
         is_open = prog == "sft" and config.open
         with offer_page(config.output_dir, is_open), StateRecorder(config.output_dir, prog):
@@ -57,7 +57,16 @@ def run_trainer(
         return None if is_submission or is_other_rank or config.bench else "trainer"
 
     try:
-        run_command(prog, config_cls, run, summary=summary, preview=preview, record=build_record, locks=find_lock)
+        run_command(
+            prog,
+            config_cls,
+            run,
+            summary=summary,
+            preview=preview,
+            record=build_record,
+            writes=lambda config: not config.bench,
+            locks=find_lock,
+        )
     except SystemExit as exit_:
         if not has_groups:
             raise
@@ -70,9 +79,10 @@ def run_trainer(
 def build_record(config: TrainerConfig) -> TrainerConfig | None:
     """The config to record, without options of this start: a start from the record would skip the parts again.
 
-    None for a rank of `run_ranks`, whose launcher has recorded it.
+    None for a benchmark, which writes no output, and for a rank of `run_ranks`, whose launcher has recorded it.
     """
-    return None if "RANK" in os.environ and TOKEN_VARIABLE in os.environ else config.without_skips()
+    is_launched = "RANK" in os.environ and TOKEN_VARIABLE in os.environ
+    return None if config.bench or is_launched else config.without_skips()
 
 
 def count_missing_ranks(parallel: ParallelDims, environ: Mapping[str, str]) -> int:

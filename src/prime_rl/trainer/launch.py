@@ -21,7 +21,6 @@ def run_ranks(module: str, process: str, config: TrainConfig | SFTConfig, num_ra
 
     If a rank fails, the others are stopped, and the error contains its name and the end of its log.
     """
-    names = [f"{process}_rank{rank}" for rank in range(num_ranks)]
     shared = {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -29,21 +28,21 @@ def run_ranks(module: str, process: str, config: TrainConfig | SFTConfig, num_ra
         "MASTER_PORT": str(find_free_port()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_ranks)),
     }
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="ranks_") as scratch,
-            Supervisor(RunDir(config.output_dir).logs, console=sys.stdout, format_line=FirstRank(names[0])) as run,
-        ):
-            config_path = Path(scratch) / f"{process}.toml"
-            write_config(config, config_path)
-            for rank, name in enumerate(names):
-                argv = [sys.executable, "-m", module, "@", str(config_path)]
-                run.start(name, argv, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            run.wait(names)
-    except ChildFailed as failure:
-        if failure.wrong_input is not None:
-            raise ValueError(failure.wrong_input.partition(": ")[2]) from failure
-        raise RuntimeError(describe_failure(failure)) from failure
+    with tempfile.TemporaryDirectory(prefix="ranks_") as scratch:
+        config_path = Path(scratch) / f"{process}.toml"
+        write_config(config, config_path)
+        logs = Path(scratch) if config.bench else RunDir(config.output_dir).logs
+        argv = [sys.executable, "-m", module, "@", str(config_path)]
+        names = [f"{process}_rank{rank}" for rank in range(num_ranks)]
+        try:
+            with Supervisor(logs, console=sys.stdout, format_line=FirstRank(names[0])) as run:
+                for rank, name in enumerate(names):
+                    run.start(name, argv, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                run.wait(names)
+        except ChildFailed as failure:
+            if failure.wrong_input is not None:
+                raise ValueError(failure.wrong_input.partition(": ")[2]) from failure
+            raise RuntimeError(describe_failure(failure)) from failure
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.profiling import build_bench_table, prepare_bench
 from prime_rl.trainer.rl.train import train as train_rl
 from prime_rl.trainer.sft.train import train as train_sft
+from prime_rl.utils.pydantic_config import parse_argv
 
 TINY = {"model": {"name": "tiny-qwen3", "debug": {"random_init": True, "num_layers": 1}}, "log": {"file": False}}
 
@@ -32,6 +34,41 @@ def test_bench_uses_fake_data_and_writes_no_output(tmp_path: Path, capsys: pytes
         for label in ("step (s)", "throughput (tokens/s)", "MFU (%)", "peak memory (GiB)", "load data (s)"):
             assert label in text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("module", ["sft", "rl"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_bench_command_leaves_an_earlier_run_as_it_is(
+    module: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = importlib.import_module(f"prime_rl.trainer.{module}.train")
+    started: list[Path] = []
+
+    class Ranks:
+        def __init__(self, logs: Path, **_: Any) -> None:
+            started.append(logs)
+
+        def __enter__(self) -> Ranks:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def start(self, name: str, argv: list[str], env: dict[str, str]) -> None:
+            assert parse_argv(SFTConfig if module == "sft" else TrainConfig, argv[3:], module)[0].bench
+
+        def wait(self, names: list[str]) -> None: ...
+
+    for name in ("configuration.command.end_on_signals", "trainer.command.share_heap"):  # they change this process
+        monkeypatch.setattr(f"prime_rl.{name}", lambda: None)
+    monkeypatch.setattr("prime_rl.trainer.launch.Supervisor", Ranks)
+    monkeypatch.setattr("prime_rl.trainer.profiling.run_bench", lambda config, train: 0)
+    options = ["--bench", "--parallel.dp", str(num_ranks), "--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", [module, "--model.name", "tiny-qwen3", *options])
+    with pytest.raises(SystemExit) as caught:
+        trainer.main()
+    assert not caught.value.code and not (tmp_path / "out").exists()
+    assert len(started) == (num_ranks > 1) and not any(logs.exists() for logs in started)
+    assert "Page of this run" not in capsys.readouterr().out
 
 
 def test_bench_uses_configured_sizes(tmp_path: Path) -> None:
