@@ -258,6 +258,8 @@ class CausalLM(nn.Module):
     """Whether the result of a token has the same bits in every batch, with exact attention on a CPU."""
     recomputes: ClassVar[bool] = False
     """Whether the model runs on whole sequences only, so that an engine cannot cache keys."""
+    max_positions: int | None = None
+    """Length that no sequence may exceed, as positions are rows of a learned table; None without such a table."""
     layer_class: ClassVar[type[nn.Module]] = DecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     rounds_inputs = False

@@ -127,6 +127,7 @@ class HFCausalLM(CausalLM):
             hidden["lm_head"] = head
         self.config = describe_config(inner.config.get_text_config())
         self.head_scale = find_head_scale(inner.config.get_text_config())
+        self.max_positions = find_max_positions(inner)
         self._takes_positions = "position_ids" in inspect.signature(inner.base_model.forward).parameters
         self._function: AttendFunction | None = None
         self._obstacle = ""
@@ -343,6 +344,15 @@ def describe_config(config: Any) -> DecoderConfig:
         initializer_range=getattr(config, "initializer_range", 0.02),
         logit_cap=getattr(config, "final_logit_softcapping", None),
     )
+
+
+def find_max_positions(inner: Any) -> int | None:
+    """The `max_position_embeddings` of a model with a learned table of positions (GPT-2, OPT), else None."""
+    config = inner.config.get_text_config()
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    others = (m for m in inner.modules() if isinstance(m, nn.Embedding) and m is not inner.get_input_embeddings())
+    # The table of OPT and its relatives has two rows more.
+    return limit if limit is not None and any(0 <= m.num_embeddings - limit <= 2 for m in others) else None
 
 
 def find_head_scale(config: Any) -> float:

@@ -276,6 +276,13 @@ def check_first_rows(config: SFTConfig) -> None:
         check_data(_select_val_data(config.data, config.val), tokenizer)
 
 
+def check_seq_len(config: SFTConfig, max_positions: int | None) -> None:
+    """`ValueError` for rows that may be longer than the positions of the model; see `CausalLM.max_positions`."""
+    seq_len = config.data.seq_len
+    if max_positions is not None and seq_len > max_positions:
+        raise ValueError(f"data.seq_len {seq_len} is above the {max_positions} positions of this model: lower it")
+
+
 def build_tokenizer(config: SFTConfig) -> Tokenizer | None:
     """Load the tokenizer of a run on real data."""
     if not isinstance(config.data, SFTDataConfig):

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from prime_rl.trainer.backend import Backend, build_backend
-from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.forward import compute_head, compute_table
 from prime_rl.trainer.model import load_model, resolve_placement
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.decoder_config import choose_impl
-from prime_rl.trainer.models.hf_model import HFCausalLM
+from prime_rl.trainer.models.hf_model import HFCausalLM, find_max_positions
 from prime_rl.trainer.models.registry import load_causal_lm, load_decoder
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.rl.train import train
+from prime_rl.trainer.sft.train import train as train_sft
 from rollouts.training.batching import pack_samples
 
 SHAPE = dict(
@@ -106,6 +107,29 @@ def test_a_family_is_packed_trained_and_published(family: str, tmp_path: Path) -
     torch.testing.assert_close(
         compute_logits(again, sequences), compute_their_logits(after, sequences), atol=2e-5, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("GPT2", 128), ("OPT", 128), ("GPTBigCode", 128), ("Mistral", None), ("Mamba", None)]
+)
+def test_learned_tables_of_positions_are_found(kind: str, expected: int | None) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**SHAPE)
+    assert find_max_positions(transformers.AutoModelForCausalLM.from_config(config)) == expected
+
+
+def test_rows_longer_than_the_table_of_positions_are_refused(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "model": {"name": str(save_model("gpt2", tmp_path))},
+        "data": {"type": "fake", "seq_len": 129, "batch_size": 1},
+        "max_steps": 1,
+        "output_dir": tmp_path / "run",
+        "log": {"file": False},
+    }
+    with pytest.raises(ValueError, match=r"data\.seq_len 129 is above the 128 positions of this model: lower it"):
+        train_sft(SFTConfig.model_validate(values))
+    assert train_sft(SFTConfig.model_validate(values | {"data": values["data"] | {"seq_len": 128}})) == 0
 
 
 LONG_ROPE = {
