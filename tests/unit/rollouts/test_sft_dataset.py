@@ -42,6 +42,45 @@ def test_all_formats_give_the_same_samples(tmp_path: Path) -> None:
     assert "ab\n\nx" in tokenizer.decode(sample.tokens)
 
 
+def test_system_and_history_columns_come_before_the_prompt(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("tiny-qwen3")
+    turns = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]
+    rows: list[Any] = [
+        {"prompt": [{"role": "system", "content": "be"}, USER], "completion": "cd"},
+        {"system": "be", "conversations": turns},
+        {"system": "no", "conversations": [{"from": "system", "value": "be"}, *turns]},
+        {"system": "be", "instruction": "ab", "output": "cd", "history": []},
+        {"prompt": [USER, {"role": "assistant", "content": "x"}, USER], "completion": "cd"},
+        {"system": "", "instruction": "ab", "output": "cd", "history": [["ab", "x"]]},
+    ]
+    samples = load_sft_dataset(write(tmp_path / "rows.jsonl", rows), tokenizer=tokenizer)
+    assert all(s.tokens == samples[0].tokens and s.loss_mask == samples[0].loss_mask for s in samples[:4])
+    assert samples[4].tokens == samples[5].tokens and samples[4].loss_mask == samples[5].loss_mask
+    assert samples[0].tokens != samples[4].tokens
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"question": "q", "answer": 42}, "`answer` is neither text nor a list"),
+        ({"instruction": "q", "output": 42}, "`output` is neither text nor a list"),
+        ({"instruction": "q", "output": "a", "system": 1}, "`system` is no text"),
+        ({"instruction": "q", "output": "a", "history": ["qa", "x"]}, "`history` is no list of pairs"),
+        ({"instruction": "q", "output": "a", "history": [["q", None]]}, "`history` is no list of pairs"),
+        ({"instruction": "q", "output": "a", "history": 5}, "`history` is no list of pairs"),
+        ({"conversations": "x"}, "`conversations` is no list of turns"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "tool", "value": "b"}, {"from": ["x"]}]},
+            r"`conversations` has turns from 'tool', \['x'\]: `from` may be human, user, gpt, assistant, system; use",
+        ),
+    ],
+)
+def test_errors_name_the_column_of_the_row(row: dict[str, Any], words: str, tmp_path: Path) -> None:
+    name = write(tmp_path / "rows.jsonl", [FORMATS[0], row])
+    with pytest.raises(ValueError, match=f"row 1 of the data set: {words}"):
+        load_sft_dataset(name, tokenizer=load_tokenizer("tiny-qwen3"))
+
+
 def test_bounds(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("tiny-qwen3")
     rows = [{"question": "a" * n, "answer": "b"} for n in (1, 60, 2)]

@@ -242,7 +242,8 @@ def read_row(row: Row, index: int, tokenizer: Tokenizer) -> Conversation | Plain
 
     `ValueError` names the row and the column.
     """
-    row = as_messages(row)
+    with name_row(index):
+        row = as_messages(row)
     text, prompt, completion = row.get("text"), row.get("prompt"), row.get("completion")
     if isinstance(text, str) and prompt is None and row.get("messages") is None:
         return PlainText("", text)

@@ -91,7 +91,8 @@ def load_sft_dataset(
     chat = TemplateRenderer(tokenizer)
     samples, skipped = [], list[int]()
     for index, row in enumerate(islice(iter_rows(dataset_name, split, subset), max_samples)):
-        conversation = read_conversation(as_messages(row), index, str(tokenizer.chat_template))
+        with name_row(index):
+            conversation = read_conversation(as_messages(row), index, str(tokenizer.chat_template))
         if not any(find_trained_turns(conversation)):
             skipped.append(index)
             continue
@@ -113,20 +114,71 @@ _SPEAKERS = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASS
 
 
 def as_messages(row: Row) -> Row:
-    """Rows of the other known formats as `prompt` and `completion` or `messages`; any other row as it is."""
+    """Rows of the other known formats as `prompt` and `completion` or `messages`; any other row as it is.
+
+    A `system` column of `conversations` and `instruction` rows is their system message, and the pairs of `history` are
+    turns before the instruction. `ValueError` names the column.
+    """
     if row.get("messages") is not None or (row.get("prompt") is not None and row.get("completion") is not None):
         return row
     if row.get("conversations") is not None:
-        turns = row["conversations"]
-        if all(isinstance(turn, Mapping) and turn.get("from") in _SPEAKERS for turn in turns):
-            turns = [{"role": _SPEAKERS[turn["from"]], "content": turn.get("value", "")} for turn in turns]
-        return {"messages": turns, "tools": row.get("tools")}
+        turns = _read_turns(row["conversations"])
+        has_own = bool(turns) and turns[0].get("role") == "system"
+        return {"messages": turns if has_own else [*_read_system(row), *turns], "tools": row.get("tools")}
     if row.get("instruction") is not None and row.get("output") is not None:
         prompt = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part)
-        return {"prompt": prompt, "completion": row["output"]}
+        before = [*_read_system(row), *_read_history(row)]
+        _check_text(row, "output")
+        return {
+            "prompt": [*before, {"role": "user", "content": prompt}] if before else prompt,
+            "completion": row["output"],
+        }
     if row.get("question") is not None and row.get("answer") is not None:
+        _check_text(row, "question", "answer")
         return {"prompt": row["question"], "completion": row["answer"]}
     return row
+
+
+def _check_text(row: Row, *columns: str) -> None:
+    for column in columns:
+        if not isinstance(row[column], str | list):
+            raise ValueError(f"`{column}` is neither text nor a list of messages with a role")
+
+
+def _read_turns(turns: Any) -> list[Message]:
+    """The messages of a `conversations` column: turns with `from` and `value`, or messages."""
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise ValueError("`conversations` is no list of turns with `from` and `value`")
+    if all("from" not in turn for turn in turns):
+        return turns
+    if unknown := sorted({repr(turn.get("from")) for turn in turns} - {repr(name) for name in _SPEAKERS}):
+        raise ValueError(
+            f"`conversations` has turns from {', '.join(unknown)}: `from` may be {', '.join(_SPEAKERS)}; use "
+            "`messages` for other roles"
+        )
+    return [{"role": _SPEAKERS[turn["from"]], "content": turn.get("value", "")} for turn in turns]
+
+
+def _read_system(row: Row) -> list[Message]:
+    """The `system` column as a message, if it has text."""
+    text = row.get("system")
+    if text is not None and not isinstance(text, str):
+        raise ValueError("`system` is no text")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _read_history(row: Row) -> list[Message]:
+    """The pairs of a `history` column, of an instruction and its output, as messages."""
+    pairs = row.get("history") or []
+    if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+        raise ValueError("`history` is no list of pairs of an instruction and its output")
+    return [
+        {"role": role, "content": text} for pair in pairs for role, text in zip(("user", ASSISTANT), pair, strict=True)
+    ]
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
 
 
 @contextmanager
