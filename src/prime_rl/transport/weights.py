@@ -69,6 +69,7 @@ PLAIN_LORA: dict[str, tuple[object, ...]] = {
     ),
 }
 """PEFT settings that change what the tensors mean, with their values in plain LoRA; unset ones are plain."""
+CONVERSION = "write it with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILES = ("generation_config.json",)
 TOKENIZER_FILES = (
@@ -156,7 +157,8 @@ def check_adapter_config(config: Mapping[str, Any], source: str) -> None:
     """Raise `ValueError`, naming `source`, if PEFT's `config` is not of plain LoRA, or lacks rank or scale."""
     for key, values in PLAIN_LORA.items():
         if config.get(key) and config[key] not in values:
-            raise ValueError(f"{source}: {key} = {config[key]!r} is not plain LoRA, the only supported kind")
+            cure = f": {CONVERSION}" if key == "init_lora_weights" else ""
+            raise ValueError(f"{source}: {key} = {config[key]!r} is not plain LoRA, the only supported kind{cure}")
     for key, kinds in {"r": int, "lora_alpha": int | float}.items():
         if isinstance(config.get(key), bool) or not isinstance(config.get(key), kinds) or config[key] <= 0:
             raise ValueError(f"{source}: {key} must be a positive number, got {config.get(key)!r}")
