@@ -228,12 +228,12 @@ class EnvironmentWorkers:
         worker.listen(self._loop, on_finished, on_close)
 
     def _lose(self, worker: WorkerProcess, error_type: str, reason: str, culprit: int | None = None) -> None:
-        """Return its groups, kill it, and start a replacement. Without a known culprit, all groups are charged."""
+        """Return its groups, kill it, and start a replacement, which a draining worker has already. Without a known
+        culprit, all groups are charged."""
         culprit = worker.heartbeat.group if culprit is None else culprit
         self._workers.remove(worker)
         worker.disconnect()
         worker.kill()
-        self.losses += 1
         self._losses_in_row += 1
         logger.warning(f"environment {self.name}: {reason}; its {len(worker.pending)} groups start again in another")
         self._last_loss = reason
@@ -242,7 +242,9 @@ class EnvironmentWorkers:
                 charged = number == culprit or culprit not in worker.pending
                 future.set_result(GroupFailure(error_type, reason, charged))
         worker.pending.clear()
-        self._spawn(self._replace())
+        if not worker.draining:
+            self.losses += 1
+            self._spawn(self._replace())
 
     async def _replace(self) -> None:
         """Start a replacement: at once after a single loss, with exponential backoff after consecutive losses."""

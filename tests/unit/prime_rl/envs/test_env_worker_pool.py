@@ -211,6 +211,22 @@ def test_a_leaking_worker_finishes_its_groups_and_is_replaced(tmp_path: Path, en
     assert not alive(before)
 
 
+def test_a_draining_worker_that_is_lost_is_replaced_once(tmp_path: Path, engine: FakeEngine) -> None:
+    engine.latency_s = 0.3
+    with pool("a b", tmp_path) as environment:
+        [worker] = environment._workers
+
+        async def drain_and_kill() -> None:
+            while not worker.pending:
+                await anyio.sleep(0.01)
+            environment._drain(worker, worker.rss)
+            worker.process.kill()
+
+        found = run(environment, engine, meanwhile=drain_and_kill)
+        assert len(environment.pids) == 1 and environment.losses == 1
+        assert not any(r.failed for rollouts in found.values() for r in rollouts)
+
+
 def test_an_environment_that_always_crashes_stops_the_run(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
