@@ -224,7 +224,8 @@ class EnvConfig(BaseConfig):
     """Seconds that environment code may block a worker's event loop before the worker is restarted."""
 
     max_memory_gb: float | None = Field(default=None, gt=0)
-    """Memory limit of one worker, which is restarted after its groups finish. Unset: a quarter of the machine's."""
+    """Memory limit of one worker, which is restarted after its groups finish. Unset: a quarter of the machine's
+    or container's."""
 
     install: bool = False
     """Install a missing environment and its dependencies from index_url."""

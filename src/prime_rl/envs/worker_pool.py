@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import resource
 import subprocess
 import threading
 import time
@@ -23,6 +21,7 @@ from loguru import logger
 
 from prime_rl.envs.worker import Cancel, Finished, GroupRequest, RowsReply, encode
 from prime_rl.envs.worker_process import GroupFailure, WorkerDied, WorkerProcess
+from prime_rl.runtime.machine import find_memory
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments.protocol import fail_rollout
 
@@ -334,7 +333,7 @@ class EnvironmentWorkers:
 
 
 def read_max_rss(max_memory_gb: float | None) -> int:
-    """Memory limit of one worker in bytes; None: a quarter of the machine's memory."""
+    """Memory limit of one worker in bytes; None: a quarter of the memory of the machine or container."""
     if max_memory_gb is not None:
         return int(max_memory_gb * 2**30)
-    return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize() // 4
+    return find_memory() // 4

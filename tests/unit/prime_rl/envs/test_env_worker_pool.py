@@ -19,8 +19,9 @@ from fake_engine import FakeEngine, serve
 from prime_rl.configuration.command import run_command
 from prime_rl.configuration.sections import EnvConfig, LogConfig, SamplingConfig
 from prime_rl.envs import worker_pool, worker_process
-from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers
+from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers, read_max_rss
 from prime_rl.envs.worker_process import WorkerDied, WorkerProcess
+from prime_rl.runtime import machine
 from prime_rl.utils.client import InferenceClient
 from prime_rl.utils.vf import build_sampling_args, load_environments, open_environments
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
@@ -209,6 +210,12 @@ def test_a_leaking_worker_finishes_its_groups_and_is_replaced(tmp_path: Path, en
         assert environment.losses == 1 and last.reward == environment.pids[-1] != before
         assert not after.failed
     assert not alive(before)
+
+
+def test_memory_limit_is_a_share_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert read_max_rss(None) == 250_000 and read_max_rss(0.5) == 2**29
 
 
 def test_a_draining_worker_that_is_lost_is_replaced_once(tmp_path: Path, engine: FakeEngine) -> None:
