@@ -85,7 +85,7 @@ class RunDir:
         return self.configs / f"{process}.toml"
 
     def lock(self, part: str) -> Path:
-        """The file that is locked by the process that writes `part`, one of `CKPT_PARTS`."""
+        """The file that is locked by the process that writes `part`, one of `CKPT_PARTS` or "serve"."""
         return self.root / f".lock-{part}"
 
     def log(self, process: str) -> Path:
@@ -224,7 +224,7 @@ class Attempts:
 
 @contextmanager
 def lock_output_dir(out: Path, *parts: str) -> Iterator[None]:
-    """Exclusive lock on the `parts` (`CKPT_PARTS`) of a run directory, released when this process exits.
+    """Exclusive lock on the `parts` (see `RunDir.lock`) of a run directory, released when this process exits.
 
     Raises `ValueError` if another process has it. Without effect on a file system without locks.
     """

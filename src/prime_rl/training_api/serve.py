@@ -152,14 +152,14 @@ def build_service(config: ServeConfig) -> TrainingService:
         max_model_len=max_len,
         max_running=config.max_batch_size,
     )
-    store = AdapterStore(config.output_dir / "training_runs")
     settings = {
         "model.name": config.model.name,
         "model.debug": debug.model_dump(),
         "model.max_model_len": max_len,
         "micro_batch_tokens": config.micro_batch_tokens,
     }
-    log = RequestLog(config.output_dir / "requests.sqlite", settings)
+    log = RequestLog(config.output_dir / "requests.sqlite", settings)  # refuses a second server
+    store = AdapterStore(config.output_dir / "training_runs")  # removes what a killed server was writing
     sampling = build_sampling(config.sampling, store)
     return TrainingService(config, trainer, AsyncEngine(engine), store, log, str(model_dir), sampling)
 
@@ -212,6 +212,7 @@ def main() -> None:
         serve,
         summary="Train LoRA adapters and sample from them, for programs of the tinker client.",
         record=lambda config: config,
+        locks=lambda _: "serve",
     )
 
 

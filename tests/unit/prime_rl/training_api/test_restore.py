@@ -14,9 +14,10 @@ import pytest
 from starlette.testclient import TestClient
 from training_requests import PROTO, TOKENS, Server, build_pass
 
+from prime_rl.runtime.run_dir import lock_output_dir
 from prime_rl.training_api import passes
 from prime_rl.training_api.config import ServeConfig, ServedModelConfig
-from prime_rl.training_api.serve import build_app, build_service
+from prime_rl.training_api.serve import build_app, build_service, main
 from rollouts.training.tensor_files import save_tensors
 
 
@@ -188,4 +189,27 @@ def test_a_session_may_end_while_its_model_is_saved(tmp_path: Path, monkeypatch:
     assert ended not in service.sessions and service.error is None
     assert list(service.trainer.adapters) == [second]
     assert not list((tmp_path / "snapshots").glob("*/step_*"))
+    client.__exit__(None, None, None)
+
+
+def test_a_second_server_is_refused_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["serve", "--model.name", "tiny-qwen3", "--output-dir", str(tmp_path)])
+    with lock_output_dir(tmp_path, "serve"), pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and "in use by another run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [".lock-serve"]
+
+
+def test_a_refused_server_keeps_unfinished_checkpoints(tmp_path: Path) -> None:
+    client, _ = open_server(tmp_path, 1e9)
+    unfinished = tmp_path / "training_runs" / "model" / "weights" / ".tmp-a"
+    unfinished.mkdir(parents=True)
+    with pytest.raises(ValueError, match="another server may use this output_dir"):
+        open_server(tmp_path, 1e9)
+    assert unfinished.exists()
+    client.__exit__(None, None, None)
+    client, _ = open_server(tmp_path, 1e9)
+    assert not unfinished.exists()
     client.__exit__(None, None, None)
