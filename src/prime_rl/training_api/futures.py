@@ -80,7 +80,7 @@ class Futures:
             self._close(future, True, None, f"{type(error).__name__}: {error}", "server", False)
 
     def _close(self, future: Future, is_json: bool, payload: Any, error: Any, category: Any, keep: bool) -> None:
-        if self.by_id.get(future.request_id) is not future:  # its session has ended
+        if self.by_id.get(future.request_id) is not future:  # it was canceled
             return
         self._forget(future)
         self._observe(future, payload if error is None else None)
@@ -99,11 +99,11 @@ class Futures:
         self.num_bytes -= future.num_bytes
         future.done.set()
 
-    def end_session(self, session_id: str) -> list[asyncio.Task[None]]:
-        """Cancel and drop all futures of a session; returns the canceled tasks."""
-        ended = [future for future in self.by_id.values() if future.session_id == session_id]
-        tasks = [future.task for future in ended if future.task is not None]
-        for future in ended:
+    def cancel(self, is_canceled: Callable[[Future], bool]) -> list[asyncio.Task[None]]:
+        """Drop futures without a result, and cancel their tasks, which are returned."""
+        dropped = [future for future in self.by_id.values() if is_canceled(future)]
+        tasks = [future.task for future in dropped if future.task is not None]
+        for future in dropped:
             self._forget(future)
         for task in tasks:
             task.cancel()

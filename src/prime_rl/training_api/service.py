@@ -140,9 +140,10 @@ class TrainingService:
             logger.info(f"Restored {len(self.sessions)} sessions, {len(self.futures.by_id)} requests are unfinished")
 
     async def close(self) -> None:
-        """Stop; a running request is finished first."""
+        """Stop; a running training request is finished first, and unfinished samples are drawn after a restart."""
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self.futures.cancel(lambda future: future.kind == "asample"), return_exceptions=True)
         await asyncio.to_thread(self.training.close)
         await asyncio.to_thread(self.engine.close)
         await asyncio.to_thread(self.log.close)
@@ -315,7 +316,7 @@ class TrainingService:
         models = [m.model_id for m in self.models.values() if m.session_id == session_id]
         for model_id in models:
             self.training.remove(model_id)
-        canceled = self.futures.end_session(session_id)
+        canceled = self.futures.cancel(lambda future: future.session_id == session_id)
         for name in [name for name, s in self.sampling.items() if s.session_id == session_id]:
             del self.sampling[name]
         self.log.remove_session(session_id)

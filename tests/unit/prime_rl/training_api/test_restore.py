@@ -192,6 +192,28 @@ def test_a_session_may_end_while_its_model_is_saved(tmp_path: Path, monkeypatch:
     client.__exit__(None, None, None)
 
 
+def test_samples_that_a_stop_interrupts_are_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, server = open_server(tmp_path, 1e9)
+    base, trained = server.open_sampler(base_model="tiny-qwen3"), server.train_sampler()
+    engine = server.service.engine.engine
+    step, stepping = engine.step, threading.Event()
+
+    def step_slowly() -> Any:
+        stepping.set()
+        time.sleep(0.5)
+        return step()
+
+    monkeypatch.setattr(engine, "step", step_slowly)
+    running = server.sample(base, 0, {"max_tokens": 400, "stop": []})
+    assert stepping.wait(20)
+    waiting = server.sample(trained, 0, {"max_tokens": 4})  # for its adapter, until the step has ended
+    client.__exit__(None, None, None)
+
+    client, other = open_server(tmp_path, 1e9)
+    assert isinstance(other.result(waiting), bytes) and isinstance(other.result(running), bytes)
+    client.__exit__(None, None, None)
+
+
 def test_a_second_server_is_refused_before_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
