@@ -103,7 +103,7 @@ async def run_search(run: GenerationRun, config: EvolveConfig, context: str, bas
         endpoint = ModelEndpoint(clients, config.model.name)
         rows = choose_rows(environment, env, config, "train")
         settings = {
-            **run.resume_settings(env, endpoint, config.model.name),
+            **run.resume_settings(env, endpoint, config.model.name, "train"),
             "context": [context, config.context_position, config.separator],
             "search": [config.examples, config.minibatch_size, config.stop_reward, len(rows)],
             "proposer": config.proposer.model_dump(exclude={"client"}),

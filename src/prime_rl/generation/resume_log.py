@@ -141,15 +141,14 @@ class ResumeLog:
 
     def missing(self, index: int, row: Mapping[str, Any], num_rollouts: int) -> list[int]:
         """Rollouts of an example still to run: absent, of a changed row, or failed with a retryable error."""
-        if self._rows.get(index) != compute_digest([row.get("prompt"), row.get("answer")]):
+        if self._rows.get(index) != compute_digest(row):
             return list(range(num_rollouts))
         results = self._results[index]
         return [n for n in range(num_rollouts) if n not in results or results[n].is_retryable]
 
     def add(self, index: int, row: Mapping[str, Any], results: Sequence[Result], elapsed: float) -> None:
         """Append rollouts of an example; they are on disk when this returns."""
-        digest = compute_digest([row.get("prompt"), row.get("answer")])
-        entry = ResumeEntry(index=index, row=digest, elapsed=elapsed, results=list(results))
+        entry = ResumeEntry(index=index, row=compute_digest(row), elapsed=elapsed, results=list(results))
         append_jsonl(self.path, [msgspec.structs.asdict(entry)])
         self._apply(entry)
 

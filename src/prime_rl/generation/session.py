@@ -37,13 +37,18 @@ class GenerationRun:
     resume_logs: list[ResumeLog] = field(default_factory=list)
     num_failed: int = 0
 
-    def open_resume_log(self, folder: Path, env: GenerationEnvConfig, endpoint: ModelEndpoint, model: str) -> ResumeLog:
+    def open_resume_log(
+        self, folder: Path, env: GenerationEnvConfig, endpoint: ModelEndpoint, model: str, split: str = "eval"
+    ) -> ResumeLog:
         """Open the resume log of an environment in `folder`, keyed by everything that its rollouts depend on."""
-        resume_log = ResumeLog(folder, self.resume_settings(env, endpoint, model), resume=self.config.resume)
+        settings = self.resume_settings(env, endpoint, model, split)
+        resume_log = ResumeLog(folder, settings, resume=self.config.resume)
         self.resume_logs.append(resume_log)
         return resume_log
 
-    def resume_settings(self, env: GenerationEnvConfig, endpoint: ModelEndpoint, model: str) -> dict[str, Any]:
+    def resume_settings(
+        self, env: GenerationEnvConfig, endpoint: ModelEndpoint, model: str, split: str
+    ) -> dict[str, Any]:
         """Everything that the rollouts of an environment depend on, except its rows."""
         from prime_rl.runtime.tokenizer import fingerprint_model
 
@@ -53,6 +58,7 @@ class GenerationRun:
             "model": [model, endpoint.version, fingerprint_model(model), served],
             "servers": self.base_urls,
             "env": [*env.factory, *([] if env.command is None else [env.command])],
+            "split": split,
             "rollouts": config.num_rollouts(env),
             "sampling": config.sampling.model_dump(),
             "seed": config.seed,

@@ -66,7 +66,8 @@ async def synthesize_environment(
 
     name, root = env.name or env.id, RunDir(config.output_dir).synthesize
     rows = choose_rows(environment, env, config, config.split)
-    resume_log = run.open_resume_log(root / ROLLOUTS / name.replace("/", "_"), env, endpoint, config.model.name)
+    folder = root / ROLLOUTS / name.replace("/", "_")
+    resume_log = run.open_resume_log(folder, env, endpoint, config.model.name, config.split)
     groups = await run_missing(resume_log, environment, rows, env, config, endpoint)
     verdicts = choose_results(groups, config.keep)
     write_rows(root, name, groups, verdicts, config.model.name)

@@ -321,6 +321,18 @@ def test_resume_log_is_exclusive(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing was in them
 
 
+def test_results_belong_to_a_row_with_the_same_data(tmp_path: Path) -> None:
+    from prime_rl.generation.resume_log import ResumeLog
+
+    row = {"prompt": "Play.", "info": {"level": "A"}}
+    resume_log = ResumeLog(tmp_path, {})
+    resume_log.add(0, row, [Result(reward=0.5)], 1.5)
+    assert resume_log.missing(0, dict(row), 1) == [] and resume_log.missing(0, {**row, "info": {"level": "B"}}, 1) == [
+        0
+    ]
+    resume_log.close()
+
+
 def test_nonfinite_numbers_survive_resume_log(tmp_path: Path) -> None:
     from prime_rl.generation.resume_log import ResumeLog
 

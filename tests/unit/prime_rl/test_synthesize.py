@@ -104,22 +104,32 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
         yield found
 
 
-def make_data(kind: str, api: FakeApi, output_dir: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def make_data(
+    kind: str, api: FakeApi, output_dir: Path, *, remove: bool = True, **options: Any
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Rows of one of the small environments, as the command makes them, and its summary."""
     env = {"id": "adapter_envs", "name": kind, "args": {"kind": kind}}
-    config = SynthesizeConfig.model_validate({"env": [env], "model": {"name": "m"}, "output_dir": output_dir})
+    values = {"env": [env], "model": {"name": "m"}, "output_dir": output_dir, **options}
+    config = SynthesizeConfig.model_validate(values)
     environment = load_environment("adapter_envs", {"kind": kind}, search_dirs=[Path(__file__).parents[2] / "fakes"])
 
     async def main() -> dict[str, float]:
         clients = build_clients(ClientConfig(base_url=[api.base_url]))
         run = GenerationRun(config, {kind: environment}, build_monitor(output_dir, "synthesize"))
         summary = await synthesize_environment(run, config, config.env[0], environment, ModelEndpoint(clients, "m"))
-        run.close_resume_logs(remove=True)
+        run.close_resume_logs(remove=remove)
         for client in clients:
             await client.close()
         return summary
 
     return anyio.run(main), [dict(row) for row in iter_rows(str(output_dir / "synthesize"))]
+
+
+def test_an_interrupted_split_is_not_reused_for_the_other(api: FakeApi, tmp_path: Path) -> None:
+    api.reply = lambda body: "yes"
+    for split, num_requests in (("train", 1), ("train", 1), ("eval", 2)):
+        make_data("single", api, tmp_path, remove=False, split=split)
+        assert len(api.requests) == num_requests
 
 
 def learnt_text(row: dict[str, Any]) -> str:
