@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.configuration.command import run_command
 from prime_rl.runtime.run_dir import RunDir
+from rollouts.training.datasets.rows import ROLLOUTS
 
 if TYPE_CHECKING:
     from prime_rl.configuration.sections import GenerationEnvConfig
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from prime_rl.synthesize.config import SynthesizeConfig
     from prime_rl.synthesize.rows import FilterVerdict
     from rollouts.training.environments import Environment
-
-
-ROLLOUTS = "rollouts"
-"""Folder of all rollouts, kept or dropped, next to the data set."""
 
 
 def synthesize(config: SynthesizeConfig) -> int:

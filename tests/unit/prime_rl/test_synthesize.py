@@ -17,8 +17,8 @@ from prime_rl.generation.rollout_jobs import ModelEndpoint
 from prime_rl.generation.session import GenerationRun
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.synthesize.config import SynthesisFilterConfig, SynthesizeConfig
-from prime_rl.synthesize.rows import choose_results, to_row
-from prime_rl.synthesize.synthesize import synthesize_environment
+from prime_rl.synthesize.rows import FilterVerdict, choose_results, to_row
+from prime_rl.synthesize.synthesize import synthesize_environment, write_rows
 from prime_rl.utils.client import build_clients
 from prime_rl.utils.monitor import build_monitor
 from rollouts.training.datasets.chat import TemplateRenderer
@@ -130,6 +130,13 @@ def test_an_interrupted_split_is_not_reused_for_the_other(api: FakeApi, tmp_path
     for split, num_requests in (("train", 1), ("train", 1), ("eval", 2)):
         make_data("single", api, tmp_path, remove=False, split=split)
         assert len(api.requests) == num_requests
+
+
+def test_all_environments_are_training_data(tmp_path: Path) -> None:
+    """Names of environments may contain words that are splits in other data sets."""
+    for name in ("gsm8k", "train-schedules", "unit-test"):
+        write_rows(tmp_path, name, [[result()]], [[FilterVerdict.KEPT]], "m")
+    assert [row["env"] for row in iter_rows(str(tmp_path))] == ["gsm8k", "train-schedules", "unit-test"]
 
 
 def learnt_text(row: dict[str, Any]) -> str:

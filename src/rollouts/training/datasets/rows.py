@@ -21,6 +21,8 @@ SAVED_DATASET = "state.json"
 METADATA = frozenset(["dataset_info.json", "dataset_infos.json", "dataset_dict.json", SAVED_DATASET])
 OTHER_SPLITS = frozenset("test validation valid val dev eval".split())
 """Words in names of files that do not belong to the split "train"."""
+ROLLOUTS = "rollouts"
+"""Folder of all rollouts, kept or dropped, beside the files of `synthesize`."""
 JSON_COLUMNS = frozenset(["messages", "conversations", "tools", "info"])
 """CSV columns with JSON values."""
 MAX_CSV_CELL = 2**30
@@ -40,8 +42,8 @@ def iter_rows(name: str, split: str = "train", subset: str | None = None) -> Ite
     Files are .jsonl, .json (a list of objects, or lines), .csv, .parquet, .txt (one `text` per line) and .arrow; a
     folder of `datasets`' `save_to_disk` is read by its own list of files. In other directories, subset S is the
     directory `S/` or the file `S.jsonl`, and split T the files `T.*` and `T-*` or the directory `T/`; if no file name
-    contains a split, all files belong to `train`. `ValueError` if the data set does not exist or is empty, or names the
-    line that is invalid.
+    contains a split, all files belong to `train`. So do all files of `synthesize`, which have names of environments.
+    `ValueError` if the data set does not exist or is empty, or names the line that is invalid.
     """
     path = find_file(name)
     rows: Iterator[Row]
@@ -91,12 +93,18 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
     if (path / split).is_dir():
         return _data_files(path / split)
     files = _data_files(path) or _data_files(path / "data")
+    if split == "train" and any(map(_is_synthesized, files)):
+        return files
     chosen = [file for file in files if file.stem == split or file.stem.startswith(f"{split}-")]
     if chosen or split != "train":
         return chosen
     words = {file: set(re.split(r"[-_.]", file.stem.lower())) for file in files}
     chosen = [file for file in files if split in words[file]]
     return chosen or [file for file in files if not words[file] & OTHER_SPLITS]
+
+
+def _is_synthesized(file: Path) -> bool:
+    return (file.parent / ROLLOUTS / file.stem / "results.jsonl").is_file()
 
 
 def _data_files(path: Path) -> list[Path]:
