@@ -107,7 +107,8 @@ def check_metrics(metrics: Mapping[str, float], step: int) -> None:
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append one line per row; safe for concurrent processes.
 
-    All rows are appended in one `write` under a file lock. NaN and infinities become null, array scalars plain numbers.
+    All rows are appended under a file lock, below 2 GiB by one `write`. NaN and infinities become null, array scalars
+    plain numbers. `OSError` if the disk is full.
     """
     data = b"".join(msgspec.json.encode(dict(row), enc_hook=_plain_number) + b"\n" for row in rows)
     if not data:
@@ -121,8 +122,9 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             end = os.fstat(fd).st_size
             if end and os.pread(fd, 1, end - 1) != b"\n":  # terminate a line truncated by a crash or a full disk
                 data = b"\n" + data
-            if os.write(fd, data) != len(data):
-                raise OSError(f"{path}: the line was cut short, is the disk full?")
+            rest = memoryview(data)
+            while rest:  # one call writes less than 2 GiB
+                rest = rest[os.write(fd, rest) :]
         finally:
             os.close(fd)
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import random
 import statistics
 import subprocess
@@ -128,6 +129,15 @@ def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
     assert list(load_jsonl(tmp_path / "absent.jsonl")) == []
     append_jsonl(path, [{"step": 3}])
     assert list(load_jsonl(path)) == [{"step": 1}, {"step": 3}], "what follows is not glued to it"
+
+
+def test_rows_are_whole_where_one_write_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One system call writes at most 2 GiB; here, 5 bytes."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
+    rows = [{"step": step, "text": "x" * 20} for step in range(3)]
+    append_jsonl(tmp_path / "rows.jsonl", rows)
+    assert list(load_jsonl(tmp_path / "rows.jsonl")) == rows
 
 
 def made(process: str, attempt: int | None, *steps: int) -> list[dict[str, Any]]:
