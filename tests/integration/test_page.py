@@ -287,6 +287,22 @@ def test_evaluations_are_drawn_on_the_reward_curve(tmp_path: Path, open_page: Op
     assert first.locator("svg .line").count() == 2 and first.locator("svg .points circle").count() == 3
 
 
+def test_missing_rewards_are_last_and_pass_no_filter(tmp_path: Path, open_page: Open) -> None:
+    append_jsonl(tmp_path / "run" / "metrics.jsonl", metric_rows(1))
+    write_evaluation(tmp_path / "run", 1, [0.5, None, 1.0, 0.25])
+    write_report(open_run(tmp_path / "run"), tmp_path / "report.html")
+    page = open_page((tmp_path / "report.html").as_uri() + "#rollouts").page
+    conditions = dict.fromkeys(("kind", "step", "env", "status", "min", "max", "group", "index", "equal"))
+
+    def select(**chosen: object) -> list[float | None]:
+        query = {**conditions, "text": "", "sort": "reward", "descending": True, **chosen}
+        rows = page.evaluate("async (query) => (await window.page.source.select(query, 0, 9)).rows", query)
+        return [row["reward"] for row in rows]
+
+    assert select() == [1.0, 0.5, 0.25, None] and select(descending=False) == [0.25, 0.5, 1.0, None]
+    assert select(max=0.5) == [0.5, 0.25] and select(min=0) == [1.0, 0.5, 0.25]
+
+
 def test_expected_answer_is_beside_the_completion(tmp_path: Path, open_page: Open) -> None:
     run = write_page_run(tmp_path / "run", num_steps=1)
     texts = {"completion": "<answer>the red cat</answer>", "answer": "the rod cat", "info": {"level": 2}}

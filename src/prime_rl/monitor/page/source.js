@@ -41,15 +41,15 @@ class ReportSource {
       (query.step === null || row.step === query.step) &&
       (query.env === null || row.env === query.env) &&
       (query.status === null || row.status === query.status) &&
-      (query.min === null || row.reward >= query.min) &&
-      (query.max === null || row.reward <= query.max) &&
+      (query.min === null || (row.reward ?? NaN) >= query.min) &&
+      (query.max === null || (row.reward ?? NaN) <= query.max) &&
       (query.group === null || row.group === query.group) &&
       (query.index === null || row.index === query.index) &&
       (query.equal === null || this.equalGroups().has(groupKey(row)) === query.equal) &&
       (!text || this.searchedTexts[position].includes(text));
     const found = this.rows.filter(matches);
     const sign = query.descending ? -1 : 1;
-    const last = (value) => (value === null || value === undefined ? -Infinity * sign : value);
+    const last = (value) => value ?? Infinity * sign;
     found.sort((a, b) => sign * (last(a[query.sort]) - last(b[query.sort])) || a.id - b.id);
     return { total: found.length, rows: found.slice(offset, offset + limit) };
   }
