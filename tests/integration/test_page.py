@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 from page_browser import Open, serve_page, start_page
-from page_runs import HOSTILE, metric_rows, sample_rows, write_distillation_run, write_evaluation, write_page_run
+from page_runs import (
+    HOSTILE,
+    metric_rows,
+    sample_rows,
+    search_row,
+    write_context_search,
+    write_distillation_run,
+    write_evaluation,
+    write_page_run,
+)
 
 from prime_rl.monitor.local_runs import open_run
 from prime_rl.monitor.report import write_report
@@ -301,6 +310,18 @@ def test_missing_rewards_are_last_and_pass_no_filter(tmp_path: Path, open_page: 
 
     assert select() == [1.0, 0.5, 0.25, None] and select(descending=False) == [0.25, 0.5, 1.0, None]
     assert select(max=0.5) == [0.5, 0.25] and select(min=0) == [1.0, 0.5, 0.25]
+
+
+def test_contexts_of_a_running_search_are_added(tmp_path: Path, open_page: Open) -> None:
+    run = tmp_path / "run"
+    write_context_search(run)
+    with serve_page(run) as url:
+        opened = open_page(url)
+        assert len(opened.texts(".contexts li")) == 17
+        append_jsonl(run / "evolve" / "candidates.jsonl", [search_row(17, 0, "accepted", 0.9, "b is 2", "+b is 2")])
+        row = {"step": 17, "timestamp": 1017.0, "process": "evolve", "evolve/best": 0.9}
+        append_jsonl(run / "metrics.jsonl", [row])
+        opened.wait_until(lambda: len(opened.texts(".contexts li")) == 18, "the new context")
 
 
 def test_expected_answer_is_beside_the_completion(tmp_path: Path, open_page: Open) -> None:

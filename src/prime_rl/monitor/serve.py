@@ -54,7 +54,7 @@ SETTLE_MS = 150
 ALIVE_S = 4.0
 """Seconds between signs of life. The page reports a lost connection when it misses three of them."""
 
-CONCLUSIONS = ("run", "findings", "checks", "alerts", "shares", "trends", "scores", "configs")
+CONCLUSIONS = ("run", "findings", "checks", "alerts", "shares", "trends", "scores", "contexts", "configs")
 """Parts of the page that follow from the whole run."""
 
 MAX_OPEN = 8

@@ -250,7 +250,7 @@ function mergeRun(data, update) {
       lane.push([data.lanes.names.indexOf(name), ...rest]);
     }
   }
-  for (const part of ["findings", "checks", "alerts", "configs", "shares", "trends", "scores", "evals", "tenants", "weights", "checkpoints", "facts"]) if (update[part]) data[part] = update[part];
+  for (const part of ["findings", "checks", "alerts", "configs", "shares", "trends", "scores", "contexts", "evals", "tenants", "weights", "checkpoints", "facts"]) if (update[part]) data[part] = update[part];
 }
 
 // One metric of a process, or of the first process that has it.

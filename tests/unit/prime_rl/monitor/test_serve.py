@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from page_runs import index_of, write_evaluation, write_page_run
+from page_runs import index_of, write_context_search, write_evaluation, write_page_run
 
 from prime_rl.monitor.local_runs import LocalRun, open_run
 from prime_rl.monitor.rollout_index import Query
@@ -135,6 +135,11 @@ def test_pages_are_notified_of_findings(tmp_path: Path) -> None:
         assert not live._is_behind
     finally:
         live.close()
+
+
+def test_updates_have_the_contexts_of_a_search(tmp_path: Path) -> None:
+    live = LiveRun(open_run(write_context_search(tmp_path)))
+    assert live.update(0)["contexts"] == live.page_data()["contexts"] != []
 
 
 def test_a_page_that_connects_is_told_at_once(run_dir: Path) -> None:
