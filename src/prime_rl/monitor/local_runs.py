@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -15,6 +14,7 @@ from typing import Any
 from prime_rl.monitor.series import Series, join_processes, read_series
 from prime_rl.runtime.redaction import SECRET_KEY, redact
 from prime_rl.runtime.run_dir import RunDir
+from rollouts.training.json_files import read_json_file
 
 MAX_DEPTH = 4
 SECRET = re.compile(rf"""((?:{SECRET_KEY.pattern})"?\s*=\s*)"(?:[^"\\\n]|\\.)*\"""", re.IGNORECASE)
@@ -39,9 +39,8 @@ class EvalDir:
         return self.path / "results.jsonl"
 
     def summary(self) -> dict[str, Any]:
-        """Its summary."""
-        summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
-        return summary
+        """Its summary; `ValueError` if it is no JSON object."""
+        return read_json_file(self.path / "summary.json")
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,9 @@ class LocalRun:
         for file in sorted(self.files.evals.rglob("summary.json")):
             known = re.search(r"step_(\d+)", file.relative_to(self.path).parent.as_posix())
             try:
-                step = int(known[1]) if known else json.loads(file.read_bytes()).get("step")
+                step = int(known[1]) if known else read_json_file(file).get("step")
                 evaluations.append(EvalDir(file.parent, file.parent.name, step, file.stat().st_mtime_ns))
-            except (OSError, ValueError, RecursionError):
+            except (OSError, ValueError):
                 continue  # being replaced, or another program's file
         return evaluations
 

@@ -213,7 +213,7 @@ def find_evals(run: LocalRun) -> list[dict[str, Any]]:
     for place in run.evaluations():
         try:
             found.append({"env": place.env, "step": place.step, "summary": place.summary()})
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             continue
     return sorted(found, key=lambda row: (str(row["env"]), row["step"] if isinstance(row["step"], int) else -1))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from loguru import logger
 
 from prime_rl.monitor.live_runs import LiveRuns
 from prime_rl.monitor.local_runs import LocalRun
@@ -81,6 +82,7 @@ class LiveRun:
         self._due = 0.0
         self._concluded = -1  # `changes` at that time
         self._is_behind = False
+        self._problem = ""  # that was reported last
         self._stop = threading.Event()
         self._listeners: set[Callable[[], object]] = set()
         self._thread = threading.Thread(target=self._follow, name="monitor-index", daemon=True)
@@ -154,8 +156,7 @@ class LiveRun:
         while not self.run.path.is_dir():  # the page waits for a run that has not started
             if self._stop.wait(0.5):
                 return
-        size = self._state()  # before pages are notified: their requests may come before the next change
-        self._catch_up()
+        state = self._follow_once((), is_changed=True)
         watched = watch(
             self.run.path,
             watch_filter=lambda _, path: Path(path).name in WATCHED,
@@ -167,12 +168,25 @@ class LiveRun:
             ignore_permission_denied=True,
         )
         for changes in watched:
-            # Some file systems send no notifications: compare sizes at every timeout as well.
-            before, size = size, self._state()
+            state = self._follow_once(state, is_changed=bool(changes))
+
+    def _follow_once(self, before: tuple[object, ...], *, is_changed: bool) -> tuple[object, ...]:
+        """Index what is new; returns the state of the files. After an error it is tried again at the next timeout."""
+        try:
+            # Some file systems send no notifications: compare sizes at every timeout as well. This comes before pages
+            # are notified, whose requests may come before the next change.
+            state = self._state()
             is_due = self._is_behind and time.monotonic() >= self._due
-            if changes or size != before or is_due:
+            if is_changed or state != before or is_due:
                 self._is_behind = False  # until the next request that comes too early
                 self._catch_up()
+        except Exception as error:
+            problem = f"{self.run.name} cannot be read, and its page is not up to date: {type(error).__name__}: {error}"
+            if problem != self._problem:
+                logger.warning(problem)
+            self._problem = problem
+            return ()
+        return state
 
     def _catch_up(self) -> None:
         if self.index.is_outdated():

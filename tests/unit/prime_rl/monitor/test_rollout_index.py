@@ -94,6 +94,8 @@ def test_rollouts_of_evaluations_are_read_beside_those_of_training(tmp_path: Pat
     assert len(index.select(Query(kind="training"))) == 24 and len(index.select(Query())) == 28
     (run / "evals" / "half_written").mkdir()
     (run / "evals" / "half_written" / "summary.json").write_text("{")
+    (run / "evals" / "foreign").mkdir()
+    (run / "evals" / "foreign" / "summary.json").write_text("[]")
     assert [place.step for place in LocalRun(run).evaluations()] == [2] and not index.grow()
     [late] = index.select(Query(text="TIMEOUT", kind="evaluation"))
     row = index.row(late)

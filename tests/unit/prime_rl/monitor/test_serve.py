@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from page_runs import index_of, write_context_search, write_evaluation, write_page_run
 
 from prime_rl.monitor.local_runs import LocalRun, open_run
@@ -135,6 +136,27 @@ def test_pages_are_notified_of_findings(tmp_path: Path) -> None:
         assert not live._is_behind
     finally:
         live.close()
+
+
+def test_the_page_goes_on_after_a_failed_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_page_run(tmp_path / "run", num_steps=2)
+    failures, catch_up, warned = iter([1, 2]), LiveRun._catch_up, list[str]()
+
+    def fail_twice(live: LiveRun) -> None:
+        if next(failures, None) is not None:
+            raise KeyError("a row")
+        catch_up(live)
+
+    monkeypatch.setattr(LiveRun, "_catch_up", fail_twice)
+    monkeypatch.setattr("prime_rl.monitor.serve.logger.warning", warned.append)
+    live = LiveRun(open_run(run_dir))
+    live.start()
+    try:
+        wait_until(lambda: len(live.index) == 24)
+    finally:
+        live.close()
+    [text] = warned
+    assert text.endswith("run cannot be read, and its page is not up to date: KeyError: 'a row'")
 
 
 def test_updates_have_the_contexts_of_a_search(tmp_path: Path) -> None:
