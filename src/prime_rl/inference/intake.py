@@ -64,18 +64,24 @@ class BodyLimit:
     """ASGI middleware: rejects bodies that are too large (413), too slow (408), or too many at a time (503).
 
     A body must arrive within `read_timeout_s`, extended while it averages `MIN_BYTES_PER_S`. Received bytes count
-    until the response is sent or the handler has parsed the body (`read_json`).
+    until the response is sent or the handler has parsed the body (`read_json`). Errors name the keys in `section`.
     """
 
     def __init__(
-        self, app: Any, max_bytes: int, read_timeout_s: float, answer_error: Any, max_reserved: int = MAX_RESERVED_BYTES
+        self,
+        app: Any,
+        max_bytes: int,
+        read_timeout_s: float,
+        answer_error: Any,
+        max_reserved: int = MAX_RESERVED_BYTES,
+        section: str = "server",
     ) -> None:
-        self.app, self.max_bytes, self.read_timeout_s = app, max_bytes, read_timeout_s
+        self.app, self.max_bytes, self.read_timeout_s, self.section = app, max_bytes, read_timeout_s, section
         self.answer_error, self.max_reserved, self.reserved = answer_error, max_reserved, 0
 
     def too_long(self) -> ApiError:
         """The error for a body above the limit."""
-        return ApiError(f"the body exceeds {self.max_bytes} bytes (server.max_request_mb)", status=413)
+        return ApiError(f"the body exceeds {self.max_bytes} bytes ({self.section}.max_request_mb)", status=413)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -97,7 +103,7 @@ class BodyLimit:
                 async with asyncio.timeout_at(start + self.read_timeout_s + reservation.num_bytes / MIN_BYTES_PER_S):
                     message = await receive()
             except TimeoutError as error:
-                raise ApiError("the body did not arrive in time (server.read_timeout)", status=408) from error
+                raise ApiError(f"the body did not arrive in time ({self.section}.read_timeout)", status=408) from error
             if message["type"] == "http.request":
                 reservation.grow(len(message.get("body", b"")))
             complete = not message.get("more_body", False)

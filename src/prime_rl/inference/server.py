@@ -117,8 +117,8 @@ def run_app(settings: uvicorn.Config, listener: socket.socket, engine: AsyncEngi
         raise RuntimeError(f"Engine failed: {engine.error}") from engine.error
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Listen on the address before the model is loaded; `ValueError` if it is in use.
+def bind(host: str, port: int, key: str = "server.port") -> socket.socket:
+    """Listen on the address before the model is loaded; `ValueError` if it is in use, which names `key`.
 
     Sockets that only bind could share an address. Requests wait until the server runs.
     """
@@ -131,8 +131,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         raise ValueError(
-            f"Cannot bind server.port {port} on {host} ({explain_socket_error(error)}): "
-            "stop the other server or choose another --server.port"
+            f"Cannot bind {key} {port} on {host} ({explain_socket_error(error)}): "
+            f"stop the other server or choose another --{key}"
         ) from error
     return bound
 

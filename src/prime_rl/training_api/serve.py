@@ -103,6 +103,7 @@ def build_app(service: TrainingService) -> Starlette:
                 max_bytes=round(limits.max_request_mb * 2**20),
                 read_timeout_s=limits.read_timeout,
                 answer_error=answer_error,
+                section="limits",
             )
         ],
         exception_handlers={HTTPException: answer_http_error},
@@ -182,7 +183,7 @@ def serve(config: ServeConfig) -> int:
     from prime_rl.runtime.machine import share_heap
 
     share_heap()
-    listener = bind(config.host, config.port)
+    listener = bind(config.host, config.port, "port")
     from loguru import logger
 
     from prime_rl.runtime.http_access import LOOPBACK

@@ -12,9 +12,10 @@ import pytest
 from starlette.testclient import TestClient
 from training_requests import PROTO, TOKENS, Server, build_pass
 
+from prime_rl.inference.server import bind
 from prime_rl.training_api import routes
 from prime_rl.training_api.config import LimitsConfig, ServeConfig, ServedModelConfig
-from prime_rl.training_api.serve import build_app, build_service
+from prime_rl.training_api.serve import build_app, build_service, serve
 from prime_rl.training_api.wire import CLASSES
 
 
@@ -318,6 +319,13 @@ def test_ids_of_another_key_do_not_exist(server: Server) -> None:
     assert server.call("POST", "get_info", json={"model_id": model_id}).status_code == 404
 
 
+def test_a_used_port_is_reported_by_its_key(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"Cannot bind port {port} on .*choose another --port"):
+            serve(ServeConfig(port=port, output_dir=tmp_path))
+
+
 def test_hostile_requests_get_clear_errors(server: Server) -> None:
     def status(method: str, path: str, **options: Any) -> tuple[int, str]:
         reply = server.call(method, path, **options)
@@ -325,7 +333,10 @@ def test_hostile_requests_get_clear_errors(server: Server) -> None:
 
     assert server.client.post("/api/v1/create_session", json={}).status_code == 401
     assert status("POST", "forward_backward", content=b"\xff" * 99, headers=PROTO)[0] == 422
-    assert status("POST", "forward_backward", content=b"x" * 2**21, headers=PROTO)[0] == 413
+    assert status("POST", "forward_backward", content=b"x" * 2**21, headers=PROTO) == (
+        413,
+        "the body exceeds 1048576 bytes (limits.max_request_mb)",
+    )
     assert status("POST", "forward_backward", content=b"x", headers={**PROTO, "content-encoding": "zstd"})[0] == 422
     assert "valid JSON" in status("POST", "asample", content=b"{")[1]
     assert status("POST", "asample", content=b"[" * 100000)[0] == 422
