@@ -166,6 +166,17 @@ def _split_of(text: str) -> str:
     return "eval" if int.from_bytes(digest, "little") % EVAL_SHARE == 0 else "train"
 
 
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON lines file; `ValueError` names a line that is no JSON."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
+    return rows
+
+
 def _read_problems(name: str | None, folder: str | None, split: str, count: int) -> list[tuple[str, str]]:
     """Questions with the text behind #### in their answers."""
     if folder is not None:
@@ -174,7 +185,7 @@ def _read_problems(name: str | None, folder: str | None, split: str, count: int)
             raise ValueError(
                 f"data_dir {folder}: it has no file {path.name}; it should hold train.jsonl and test.jsonl"
             )
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        rows = _read_lines(path)
     else:
         rows = list(load_dataset(name, "main", split=split))
     problems = []

@@ -207,9 +207,20 @@ def _split_of(text: str) -> str:
     return "eval" if int.from_bytes(digest, "little") % EVAL_SHARE == 0 else "train"
 
 
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON lines file; `ValueError` names a line that is no JSON."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
+    return rows
+
+
 def _read_rows(name: str, subset: str, split: str) -> list[dict[str, Any]]:
     if Path(name).is_file():
-        return [json.loads(line) for line in Path(name).read_text(encoding="utf-8").split("\n") if line.strip()]
+        return _read_lines(Path(name))
     return list(load_dataset(name, subset, split=split))
 
 

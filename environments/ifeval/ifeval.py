@@ -18,7 +18,7 @@ def load_environment(path: str, num_examples: int = -1, seed: int = 0) -> dict[s
         from lm_eval.tasks.ifeval import utils
     except ImportError as error:
         raise ValueError("environment ifeval needs the checkers of lm-eval: pip install 'lm-eval[ifeval]'") from error
-    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+    rows = _read_lines(Path(path))
     if num_examples >= 0:
         rows = random.Random(seed).sample(rows, num_examples)
 
@@ -39,3 +39,14 @@ def load_environment(path: str, num_examples: int = -1, seed: int = 0) -> dict[s
     data = [{"prompt": row["prompt"], "info": row} for row in rows]
     rewards = [(follows_all, 1.0), (follows_all_loosely, 0.0), (share_followed, 0.0)]
     return {"dataset": data, "eval_dataset": data, "rewards": rewards}
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON lines file; `ValueError` names a line that is no JSON."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
+    return rows

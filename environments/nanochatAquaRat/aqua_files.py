@@ -46,7 +46,7 @@ def find_file(folder: Path, split: str) -> Path | None:
 
 def read_file(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Rows of a JSON lines file or a JSON list, and how many were left out because no question can be made of them."""
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     try:
         is_list = text.lstrip().startswith("[")
         raw = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]

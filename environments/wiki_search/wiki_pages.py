@@ -121,10 +121,13 @@ def read_pages(path: str) -> list[Page]:
     if not Path(path).is_file():
         raise ValueError(f"corpus {path!r}: no such file; it should have JSON lines with title and content")
     pages = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
-        row = json.loads(line) if line.strip() else None
-        if row is None:
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
+        if not line.strip():
             continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"corpus {path}, line {number} is not valid JSON: {error}") from error
         if not row.get("title") or row.get("content") is None:
             raise ValueError(f"corpus {path}, line {number}: a page needs title and content")
         page = Page(to_id(str(row.get("id") or row["title"])), str(row["title"]), str(row["content"]))

@@ -329,7 +329,7 @@ def test_messy_files(tmp_path: Path, caplog: Any) -> None:
         {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}], "answer_letter": "B"},
         "no row",
     ]
-    (tmp_path / "train.tok.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "train.tok.json").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8-sig")
     env = nanochatAquaRat.load_environment(data_dir=str(tmp_path), eval_split=None, seed=None, system_prompt="")
     assert env.dataset["answer"][:] == ["A", "B"] and "left out 4 rows" in caplog.text
     assert env.dataset[0]["prompt"][0]["content"].split("\n")[1:4] == ["$ 4=A", "5(√3 + 1)=B", "None of these=C"]

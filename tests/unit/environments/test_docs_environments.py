@@ -45,7 +45,7 @@ def test_data_from_a_file(tmp_path: Path) -> None:
     rows = [{"question": f"Opposite of {i}?", "answer": "Yes"} for i in range(10)]
     rows.append({"question": "Two\u2028lines?", "answer": "Yes"})
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    (tmp_path / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text("".join(lines), encoding="utf-8-sig")
     env = load(tmp_path, 1, data=str(tmp_path / "rows.jsonl"), num_eval_examples=4)
     assert (len(env.rows()), len(env.rows("eval"))) == (7, 4)
     few = load_environment("docs_own_data", {"data": str(tmp_path / "rows.jsonl")}, search_dirs=[tmp_path])

@@ -15,8 +15,8 @@ PATH = Path(__file__).parents[3] / "environments" / "ifeval" / "ifeval.py"
 ROWS = [{"key": i, "prompt": f"Say {i}.", "instruction_id_list": ["a", "b"], "kwargs": [{}, {}]} for i in range(5)]
 
 
-def load(path: Path, **arguments: Any) -> dict[str, Any]:
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+def load(path: Path, end: str = "", **arguments: Any) -> dict[str, Any]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + end, encoding="utf-8-sig")
     spec = importlib.util.spec_from_file_location("ifeval", PATH)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
@@ -57,6 +57,12 @@ def test_rewards_are_those_of_the_checkers(tmp_path: Path) -> None:
     }
     assert values == {"3": [1.0, 1.0, 1.0], "345": [0.0, 1.0, 0.5], "12": [0.0, 1.0, 0.5]}
     assert [weight for _, weight in environment["rewards"]] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.usefixtures("fake_checkers")
+def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 6 is not valid JSON"):
+        load(tmp_path / "rows.jsonl", end="{'key'}\n")
 
 
 @pytest.mark.usefixtures("fake_checkers")

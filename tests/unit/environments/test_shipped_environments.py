@@ -240,6 +240,29 @@ def test_files_with_unusual_characters_and_few_rows(tmp_path: Path) -> None:
     assert [rollout.metrics["exact_match"] for rollout in oracle] == [1.0] * 10
 
 
+FILES = {
+    "gsm8k": ("data_dir", "train.jsonl", '{"question": "1 + 2?", "answer": "#### 3"}\r\n'),
+    "hendrycks-math": ("dataset_name", "rows.jsonl", '{"question": "1 + 2?", "answer": "3"}\r\n' * 2),
+    "wiki-search": ("corpus", "pages.jsonl", '{"title": "Old Mill", "content": "A mill."}\r\n'),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_may_begin_with_a_byte_order_mark(tmp_path: Path, name: str) -> None:
+    """Lines that are no JSON are named by file and number."""
+    key, file, lines = FILES[name]
+    for path in (tmp_path / file, tmp_path / "test.jsonl"):
+        path.write_text(lines, encoding="utf-8-sig")
+    questions = [{"question": f"What did mill {i} grind?", "answer": "rye"} for i in range(40)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    args = {key: str(tmp_path if key == "data_dir" else tmp_path / file)}
+    args |= {"dataset_name": str(tmp_path / "questions.jsonl")} if name == "wiki-search" else {}
+    assert load_environment(name, args).rows()
+    (tmp_path / file).write_text(lines + "{'title'}\n")
+    with pytest.raises(ValueError, match=rf"{file}, line \d is not valid JSON"):
+        load_environment(name, args)
+
+
 def test_answer_equivalence_and_checker_timeout(environments: Any) -> None:
     environments("hendrycks-math")
     checker = sys.modules["hendrycks_math_checker"].MathChecker(max_workers=1, timeout_s=1.5)
