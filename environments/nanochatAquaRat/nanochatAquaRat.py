@@ -55,7 +55,10 @@ def load_environment(
     everything but the problem, for models that learn on a CPU. Raises `ValueError` in one sentence.
     """
     wanted = {"train": (train_split, num_train_examples), "eval": (eval_split, num_eval_examples)}
-    wanted = {name: (split, -1 if count is None else count) for name, (split, count) in wanted.items()}
+    wanted = {
+        name: ("validation" if split == "dev" else split, -1 if count is None else count)
+        for name, (split, count) in wanted.items()
+    }
     wanted = {name: (split, count) for name, (split, count) in wanted.items() if split and count}
     make = partial(_make, seed=seed or 0, difficulty=difficulty, templates=templates)
     asked = difficulty is not None or templates is not None

@@ -303,6 +303,14 @@ def test_caps_seeds_and_splits(tmp_path: Path) -> None:
         load_environment("nanochatAquaRat", {**args, "eval_split": "test"})
 
 
+def test_dev_is_the_validation_split_of_made_problems() -> None:
+    dev, validation = (
+        nanochatAquaRat.load_environment(num_train_examples=0, num_eval_examples=5, eval_split=split).eval_dataset
+        for split in ("dev", "validation")
+    )
+    assert len(dev) == 5 and dev["prompt"][:] == validation["prompt"][:]
+
+
 def test_where_files_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     rows = aqua_problems.build_problems(6, split="train", seed=0)
     for folder, count in (("base/aqua", 4), ("named", 5)):
