@@ -34,12 +34,13 @@ def load_environment(
     JSON lines file with a `prompt` column, of which the last `num_eval_examples` rows are held out. Reward: similarity
     to the true reversal, 0 to 1.
     """
+    num_held_out = 256 if num_eval_examples < 0 else num_eval_examples
     if dataset_name is None:
         generator = {"min_length": min_length, "max_length": max_length, "alphabet": alphabet, "seed": seed}
         train = build_texts(1000 if num_train_examples < 0 else num_train_examples, split="train", **generator)
-        held_out = build_texts(num_eval_examples, split="eval", **generator)
+        held_out = build_texts(num_held_out, split="eval", **generator)
     else:
-        train, held_out = _read_texts(dataset_name, dataset_split, num_eval_examples)
+        train, held_out = _read_texts(dataset_name, dataset_split, num_held_out)
         train = train if num_train_examples < 0 else train[:num_train_examples]
     parser = vf.XMLParser(["reversed_text"], answer_field="reversed_text")
     rubric = vf.Rubric(parser=parser)

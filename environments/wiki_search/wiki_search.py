@@ -65,7 +65,7 @@ def load_environment(
     else:
         pages, questions = read_pages(corpus), _read_questions(str(dataset_name), dataset_split)
     train = [pair for pair in questions if _split_of(pair[0]) == "train"]
-    held_out = [pair for pair in questions if _split_of(pair[0]) == "eval"][:num_eval_examples]
+    held_out = [pair for pair in questions if _split_of(pair[0]) == "eval"]
     if unknown := sorted(set(tools) - set(TOOLS)):
         raise ValueError(f"tools {', '.join(unknown)}: there are {', '.join(TOOLS)}")
     every_tool = build_tools(pages)
@@ -78,7 +78,7 @@ def load_environment(
         max_turns=max_turns,
         error_formatter=lambda error: f"Error: {error}",
         dataset=_to_dataset(train[: None if num_train_examples < 0 else num_train_examples], system_prompt),
-        eval_dataset=_to_dataset(held_out, system_prompt),
+        eval_dataset=_to_dataset(held_out[: None if num_eval_examples < 0 else num_eval_examples], system_prompt),
         rubric=rubric,
         env_id="wiki-search",
     )

@@ -240,6 +240,12 @@ def test_files_with_unusual_characters_and_few_rows(tmp_path: Path) -> None:
     assert [rollout.metrics["exact_match"] for rollout in oracle] == [1.0] * 10
 
 
+@pytest.mark.parametrize(("name", "args"), [("wiki-search", {"num_pages": 20}), ("reverse-text", {})])
+def test_minus_one_holds_out_all_or_the_default(name: str, args: dict[str, Any]) -> None:
+    whole = load_environment(name, {**args, "num_eval_examples": 256}).rows("eval")
+    assert load_environment(name, {**args, "num_eval_examples": -1}).rows("eval") == whole
+
+
 FILES = {
     "gsm8k": ("data_dir", "train.jsonl", '{"question": "1 + 2?", "answer": "#### 3"}\r\n'),
     "hendrycks-math": ("dataset_name", "rows.jsonl", '{"question": "1 + 2?", "answer": "3"}\r\n' * 2),
