@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ def ensure_installed(env_id: str, index_url: str) -> None:
     """Install the package of a missing environment; raises `ValueError` on failure.
 
     The package itself comes only from `index_url`, which prevents dependency confusion; its dependencies come from
-    pip's default index.
+    pip's default index. They are installed before it, so that an environment that is found is complete.
     """
     try:
         find_environment(env_id)
@@ -36,8 +37,9 @@ def ensure_installed(env_id: str, index_url: str) -> None:
     name = match["name"].replace("_", "-")
     url = index_url.replace("{org}", match["org"] or "")
     requirement = f"{name}=={match['version']}" if match["version"] else name
+    package = ("--no-deps", "--index-url", url, requirement)
     try:
-        _pip(env_id, "--no-deps", "--index-url", url, requirement)
+        requirements = _find_requirements(env_id, package)
     except ValueError as error:
         if not is_reachable(url):
             raise ValueError(
@@ -45,11 +47,18 @@ def ensure_installed(env_id: str, index_url: str) -> None:
                 "connection and env.index_url"
             ) from error
         raise
-    importlib.invalidate_caches()
-    requirements = [text for text in importlib.metadata.requires(name) or [] if "extra ==" not in text]
     if requirements:
         _pip(env_id, *requirements)
-        importlib.invalidate_caches()
+    _pip(env_id, *package)
+    importlib.invalidate_caches()
+
+
+def _find_requirements(env_id: str, package: tuple[str, ...]) -> list[str]:
+    """Dependencies of a package, which is installed in a temporary folder for that."""
+    with tempfile.TemporaryDirectory() as folder:
+        _pip(env_id, "--target", folder, *package)
+        found = [text for info in importlib.metadata.distributions(path=[folder]) for text in info.requires or []]
+    return [text for text in found if "extra ==" not in text]
 
 
 def is_reachable(url: str) -> bool:

@@ -22,13 +22,13 @@ CODE = (
 )
 
 
-def write_wheel(folder: Path, name: str, code: str) -> None:
+def write_wheel(folder: Path, name: str, code: str, metadata: str = "") -> None:
     """A package of one module in a PEP 503 index."""
     folder.mkdir(parents=True)
     module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-1.0.dist-info"
     files = {
         f"{module}.py": code,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{metadata}",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = "".join(
@@ -68,6 +68,22 @@ def test_install_true_installs_the_environment(index_url: str, monkeypatch: pyte
     check_environments([config])
     with pytest.raises(ValueError, match="takes no argument 'wort'"):
         check_environments([config.model_copy(update={"args": {"wort": 1}})])
+
+
+def test_an_environment_without_its_dependencies_is_missing(
+    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come from the default index of pip, which is a folder here, and does not have them at first."""
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "pypi").as_uri())
+    code = f"import env_dependency\n{CODE}"
+    write_wheel(tmp_path / "someone" / "simple" / "needy-env", "needy-env", code, "Requires-Dist: env-dependency\n")
+    config = EnvConfig(id="someone/needy-env", index_url=index_url, install=True, num_workers=0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"was not installed: .*env-dependency"):
+            check_environments([config])
+    write_wheel(tmp_path / "pypi" / "env-dependency", "env-dependency", "")
+    [environment] = load_environments([config]).values()
+    assert len(environment.rows()) == 1
 
 
 def test_installation_errors_are_one_sentence(index_url: str) -> None:
