@@ -13,6 +13,7 @@ import anyio
 import pytest
 import torch
 from tiny_hf import build_batch, build_tiny_hf
+from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
 
 from prime_rl.transport.weights import check_directory
 from rollouts.training import steps
@@ -328,6 +329,27 @@ def test_save_load_continue_is_the_uninterrupted_run(tmp_path: Path) -> None:
     assert again == reports[3:] and [r["lr"] for r in reports][:3] == pytest.approx([1e-3, 5.5e-3, 1e-2])
     assert same(weights_of(straight), weights_of(resumed))
     assert (resumed.current_step, resumed.weight_version) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: MultiStepLR(optimizer, [3, 4]),
+        lambda optimizer: SequentialLR(optimizer, [ConstantLR(optimizer), MultiStepLR(optimizer, [1, 2])], [2]),
+    ],
+)
+def test_milestones_survive_a_resume(tmp_path: Path, schedule: Callable[[Any], Any]) -> None:
+    def build(path: Path) -> PyTorchTrainingBackend:
+        backend = build_backend(path)
+        backend.scheduler = schedule(backend.optimizer)
+        return backend
+
+    straight, resumed, batch = build(tmp_path / "a"), build(tmp_path / "b"), build_batch()
+    for _ in range(2):
+        step(straight, batch)
+    resumed.start_from(anyio.run(straight.save_checkpoint, 2, {}))
+    rates = [[step(backend, batch)["lr"] for _ in range(4)] for backend in (straight, resumed)]
+    assert rates[0] == rates[1] and rates[0][-1] == pytest.approx(1e-4)
 
 
 def test_checkpoint_layout_is_documented(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ class PyTorchTrainingBackend:
             )
         files.restore_optimizer(self.model, self.optimizer, saved.optimizer, str(path))
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(metadata["scheduler"])
+            self.scheduler.load_state_dict(_restore_keys(metadata["scheduler"], self.scheduler.state_dict()))
         self._stepper.load_state(metadata["stepper"])
         self.data_state = metadata["data_state"]
         files.restore_rng(metadata["rng"], self.ranks)
@@ -306,6 +306,16 @@ def _plain_state(scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> dict
     except TypeError as error:
         raise ValueError(f"the state of {type(scheduler).__name__} does not fit into metadata.json: {error}") from error
     return state
+
+
+def _restore_keys(saved: Any, own: Any) -> Any:
+    """`saved` with the keys of `own`: JSON turned those that are numbers, such as milestones, into text."""
+    if isinstance(saved, dict) and isinstance(own, dict):
+        keys = {str(key): key for key in own}
+        return {keys.get(name, name): _restore_keys(value, own.get(keys.get(name))) for name, value in saved.items()}
+    if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+        return [_restore_keys(value, mine) for value, mine in zip(saved, own, strict=True)]
+    return saved
 
 
 def _resolve_device(device: torch.device | str | None, model: torch.nn.Module) -> torch.device:
