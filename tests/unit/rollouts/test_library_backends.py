@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 from tiny_hf import build_batch, build_tiny_hf
@@ -350,6 +351,14 @@ def test_milestones_survive_a_resume(tmp_path: Path, schedule: Callable[[Any], A
     resumed.start_from(anyio.run(straight.save_checkpoint, 2, {}))
     rates = [[step(backend, batch)["lr"] for _ in range(4)] for backend in (straight, resumed)]
     assert rates[0] == rates[1] and rates[0][-1] == pytest.approx(1e-4)
+
+
+def test_numpy_settings_of_an_optimizer_can_be_loaded(tmp_path: Path) -> None:
+    saving, resumed = (build_backend(tmp_path / name) for name in "ab")
+    saving.optimizer.param_groups[0].update(lr=np.float64(2e-2), betas=(np.float64(0.5), 0.95))
+    resumed.start_from(anyio.run(saving.save_checkpoint, 0, {}))
+    group = resumed.optimizer.param_groups[0]
+    assert (group["lr"], group["betas"]) == (2e-2, (0.5, 0.95)) and type(group["lr"]) is float
 
 
 def test_checkpoint_layout_is_documented(tmp_path: Path) -> None:

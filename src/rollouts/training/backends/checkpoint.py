@@ -89,7 +89,10 @@ def collect_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
         )
         for parameter, moments in optimizer.state.items()
     }
-    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    groups = [
+        {key: _as_plain(value) for key, value in group.items()} | {"params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
     return {"state": state, "param_groups": groups}
 
 
@@ -213,6 +216,13 @@ def _collect_on_rank0(entries: Iterator[tuple[str, Any]], ranks: Ranks) -> dict[
         if ranks.rank == 0:
             out[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
     return out
+
+
+def _as_plain(value: Any) -> Any:
+    """A setting without NumPy scalars, which `read_tensors` refuses, also in a list or tuple such as `betas`."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_as_plain, value))
+    return value.item() if hasattr(value, "item") and not isinstance(value, Tensor) else value
 
 
 def _full_tensor(value: Any, ranks: Ranks) -> Any:
