@@ -87,6 +87,7 @@ def compute_token_metrics(tokens: TokenLedger, ready: Iterable[Sample]) -> dict[
 def sample_rows(samples: list[Sample]) -> Iterator[dict[str, Any]]:
     """One row per sample for `samples.jsonl`."""
     for sample in samples:
+        assert not isinstance(sample.prompt, dict), "only programs of the library have rows as prompts"
         yield {
             "env": sample.metadata.get("env"),
             "group_index": sample.group_index,

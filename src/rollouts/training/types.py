@@ -70,7 +70,8 @@ class Sample(msgspec.Struct):
     `versions` lists `(start, version)` spans over token positions, because weights may change in flight.
     """
 
-    prompt: str | list[Message]
+    prompt: str | list[Message] | dict[str, Any]
+    """Text, messages, or a row of a data set."""
     response: str = ""
     tokens: list[int] = []
     loss_mask: list[float] = []
@@ -146,10 +147,14 @@ class Sample(msgspec.Struct):
         if not math.isfinite(self.reward):
             raise ValueError(f"reward {self.reward} of a sample is not finite: fix the reward function")
 
+    def with_floats(self) -> Sample:
+        """A shallow copy whose loss mask and reward are floats: they may be given as bools, which no reader accepts."""
+        return msgspec.structs.replace(self, loss_mask=list(map(float, self.loss_mask)), reward=float(self.reward))
+
     def to_dict(self) -> dict[str, Any]:
         """A deep copy as plain data, serializable as JSON. In `metadata`, NaN and infinities become None, values of
         other types what `as_plain` returns."""
-        data: dict[str, Any] = msgspec.to_builtins(self, enc_hook=as_plain)
+        data: dict[str, Any] = msgspec.to_builtins(self.with_floats(), enc_hook=as_plain)
         return data | {"metadata": _replace_nonfinite(data["metadata"])}
 
     @staticmethod

@@ -18,7 +18,13 @@ from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.backends.pytorch_factory import create_adamw_optimizer, create_cross_entropy_loss
 from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.filters import check_quality_and_diversity, check_reward_nonzero_std
-from rollouts.training.loops.rl_loop import compute_advantages, compute_reward, prepare_grpo_batch, run_rl_training
+from rollouts.training.loops.rl_loop import (
+    compute_advantages,
+    compute_reward,
+    next_batch,
+    prepare_grpo_batch,
+    run_rl_training,
+)
 from rollouts.training.loops.sft_loop import prepare_sft_batch, run_sft_training
 from rollouts.training.metrics import JSONLLogger
 from rollouts.training.rl_losses import grpo_loss, ppo_loss
@@ -213,6 +219,36 @@ def test_rl_parts_that_do_not_belong_together(tmp_path: Path) -> None:
     backend, _, manager, policy = build_rl(tmp_path)
     with pytest.raises(ValueError, match="another DataBuffer"):
         run(run_rl_training, backend, DataBuffer(["x"]), manager, [policy], RLTrainingConfig(num_steps=1))
+
+
+async def generate_bools(prompts: list[Any]) -> list[Sample]:
+    return [Sample(prompt, "x", [2, 3, 4], [False, False, True], reward=True) for prompt in prompts]
+
+
+def test_rows_and_bools_survive_a_resume(tmp_path: Path) -> None:
+    def build(path: Path) -> tuple[Any, DataBuffer, AsyncRolloutManager]:
+        buffer = DataBuffer([{"question": str(i)} for i in range(4)])
+        rollouts = RolloutConfig(1, over_sampling_factor=2.0, generate_fn=generate_bools)
+        return build_backend(path, grpo_loss), buffer, AsyncRolloutManager(buffer, rollouts)
+
+    run(run_rl_training, *build(tmp_path / "a"), [], RLTrainingConfig(1))
+    backend, buffer, manager = build(tmp_path / "b")
+    backend.start_from(tmp_path / "a" / "step_1")
+    assert run(run_rl_training, backend, buffer, manager, [], RLTrainingConfig(1))[0]["mean_reward"] == 1
+    assert buffer.position == 2, "the second group was generated before the checkpoint"
+
+
+def test_ranks_share_samples_with_bools() -> None:
+    class Ranks:
+        rank, world_size = 0, 2
+
+        async def broadcast(self, payload: bytes) -> bytes:
+            return payload
+
+    manager = AsyncRolloutManager(DataBuffer([{"question": "1"}]), RolloutConfig(1, generate_fn=generate_bools))
+    batch = run(next_batch, Ranks(), manager)
+    assert batch.loss_masks == [[0.0, 0.0, 1.0]] == [sample.loss_mask for sample in batch.samples]
+    assert batch.rewards == [1.0] and batch.samples[0].prompt == {"question": "1"}
 
 
 class SeedBackend:

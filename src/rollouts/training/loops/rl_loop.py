@@ -148,6 +148,9 @@ async def next_batch(backend: TrainingBackend, rollout_manager: AsyncRolloutMana
             batch.rewards = [compute_reward(sample) for sample in batch.samples]
         if size == 1:
             return batch
+        rewards = list(map(float, batch.rewards))
+        batch = RolloutBatch.from_samples([sample.with_floats() for sample in batch.samples], batch.metadata)
+        batch.rewards = rewards
         payload = msgspec.msgpack.encode(batch, enc_hook=as_plain)
     shared: Any = backend  # a backend of several ranks can broadcast
     return msgspec.msgpack.decode(await shared.broadcast(payload), type=RolloutBatch)
