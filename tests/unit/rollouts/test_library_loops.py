@@ -317,6 +317,13 @@ def test_advantages_and_batches() -> None:
     assert compute_reward(Sample("p", reward=0.2)) == 0.2
 
 
+def test_an_unknown_verdict_leaves_the_reward() -> None:
+    assert compute_reward(Sample("p", reward=0.7, metadata={"correct": None})) == 0.7
+    for correct in ("False", float("nan")):
+        with pytest.raises(ValueError, match=r'metadata\["correct"\] is .*: set it to True, False, or None'):
+            compute_reward(Sample("p", metadata={"correct": correct}))
+
+
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [

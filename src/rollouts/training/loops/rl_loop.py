@@ -74,8 +74,16 @@ async def run_rl_training(
 
 
 def compute_reward(sample: Sample) -> float:
-    """1 or 0 by `metadata["correct"]`, if present, else the sample's reward."""
-    return float(bool(sample.metadata["correct"])) if "correct" in sample.metadata else sample.reward
+    """1 or 0 by `metadata["correct"]`, unless it is missing or None, else the sample's reward.
+
+    `ValueError` for text and NaN, which are true whatever they say.
+    """
+    correct = sample.metadata.get("correct")
+    if correct is None:
+        return sample.reward
+    if isinstance(correct, str) or correct != correct:
+        raise ValueError(f'metadata["correct"] is {correct!r}: set it to True, False, or None if it is unknown')
+    return float(bool(correct))
 
 
 def prepare_grpo_batch(batch: RolloutBatch, rewards: Sequence[float], config: RLTrainingConfig) -> dict[str, Tensor]:
