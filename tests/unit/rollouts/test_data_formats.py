@@ -50,6 +50,15 @@ def test_formats_read_alike(tmp_path: Path, kind: str) -> None:
     assert load_rows(str(tmp_path), "test") == ROWS[:1]
 
 
+def test_names_without_an_owner_are_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rollouts.training.datasets.rows._iter_hub", lambda *asked: iter([{"asked": asked}]))
+    assert load_rows("gsm8k", "test", "main") == [{"asked": ("gsm8k", "test", "main")}]
+    for name in ("gsm8k.jsonl", "a/b/c", "./gsm8k"):
+        with pytest.raises(ValueError, match="was not found: give a file"):
+            load_rows(name)
+
+
 def test_json_may_hold_lines_or_data(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "lines.json", ROWS)
     assert load_rows(str(tmp_path / "lines.json")) == ROWS

@@ -49,9 +49,9 @@ def iter_rows(name: str, split: str = "train", subset: str | None = None) -> Ite
     rows: Iterator[Row]
     if path.exists():
         rows = (row for file in find_files(name, split, subset) for row in _READERS[file.suffix](file))
-    elif path.suffix in _READERS or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    elif path.suffix in _READERS or name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise ValueError(
-            f"data set {name!r} was not found: give a file ({ENDINGS}), a folder, or a hub id (owner/name)"
+            f"data set {name!r} was not found: give a file ({ENDINGS}), a folder, or a hub id (owner/name, or name)"
         )
     else:
         rows = _iter_hub(name, split, subset)
