@@ -26,6 +26,7 @@ from rollouts.training.loops.rl_loop import (
     run_rl_training,
 )
 from rollouts.training.loops.sft_loop import prepare_sft_batch, run_sft_training
+from rollouts.training.loops.stepping import merge_rows
 from rollouts.training.metrics import JSONLLogger
 from rollouts.training.rl_losses import grpo_loss, ppo_loss
 from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager, NoTrainableGroupsError
@@ -90,6 +91,22 @@ def test_micro_batches_change_nothing(tmp_path: Path) -> None:
     for mine, theirs in zip(whole, parts, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def test_metrics_are_those_of_all_micro_batches() -> None:
+    rows = [{"loss": 1.0, "grad_norm": 3.0, "r/max": 2.0, "r/min": 0.5}, {"loss": 4.0, "r/max": 1.0, "r/min": 0.1}]
+    rows[1] |= {"grad_norm": 2.0, "ref_kl": 0.5}
+    assert merge_rows(rows, [2, 1]) == {"loss": 2.0, "grad_norm": 2.0, "r/max": 2.0, "r/min": 0.1, "ref_kl": 0.5}
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_a_step_reports_metrics_of_its_loss(tmp_path: Path, micro_batch_size: int | None) -> None:
+    def loss(logits: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, float]]:
+        return logits.sum() * 0.0, {"first": float(batch["input_ids"][:, 0].double().mean())}
+
+    samples, config = build_samples(6), SFTTrainingConfig(1, 6, micro_batch_size=micro_batch_size)
+    row = run(run_sft_training, build_backend(tmp_path, loss), samples, config)[0]
+    assert row["first"] == pytest.approx(sum(sample.tokens[0] for sample in samples) / 6)
 
 
 class Policy:

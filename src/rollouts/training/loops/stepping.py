@@ -45,9 +45,25 @@ async def run_step(
     forward = [backend.forward_backward(collate(part)) for part in parts]
     optim = backend.optim_step()
     rows = [await settle(future) for future in forward]
-    loss = sum(row["loss"] * len(part) for row, part in zip(rows, parts, strict=True)) / len(share)
-    # The loss reported by `optim_step` takes precedence: the backend may weight the parts itself.
-    return {**rows[-1], "loss": loss, **await settle(optim)}
+    # What `optim_step` reports takes precedence: the backend may weight the parts itself.
+    return {**merge_rows(rows, [len(part) for part in parts]), **await settle(optim)}
+
+
+def merge_rows(rows: Sequence[Row], sizes: Sequence[int]) -> Row:
+    """Metrics of all parts of a batch: means weighted by their `sizes`, extremes of metrics named `/max` and `/min`.
+
+    The gradient norm is that of the last part, because gradients accumulate.
+    """
+    merged: Row = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [(row[name], size) for row, size in zip(rows, sizes, strict=True) if name in row]
+        if name.endswith(("/max", "/min")):
+            merged[name] = (max if name.endswith("/max") else min)(value for value, _ in values)
+        elif name == "grad_norm" or len(values) == 1:
+            merged[name] = values[-1][0]
+        else:
+            merged[name] = sum(value * size for value, size in values) / sum(size for _, size in values)
+    return merged
 
 
 async def settle(value: Any) -> Any:
