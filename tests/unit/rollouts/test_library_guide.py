@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ def load(block: str) -> dict[str, Any]:
     return names
 
 
-def build_engine(**options: Any) -> ModelEngine:
+def build_engine(generation: dict[str, Any] | None = None, **options: Any) -> ModelEngine:
+    """An engine with an untrained model that has these `generation` settings."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL_DIR))
+    model.generation_config.update(**generation or {})
     return ModelEngine(model, AutoTokenizer.from_pretrained(MODEL_DIR), **options)
 
 
@@ -52,6 +55,19 @@ def test_the_example_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_engine_logprobs_are_those_of_the_model(backend: str) -> None:
     engine = build_engine(max_tokens=6, temperature=0.7)
+    check_logprobs(engine, ("a", "a much longer prompt", "bc"), backend)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"min_p": 0.15}, {"typical_p": 0.5}, {"num_beams": 2}, {"min_new_tokens": 6}, {"repetition_penalty": 2.0}],
+)
+def test_generation_settings_of_the_model_are_ignored(setting: dict[str, Any]) -> None:
+    check_logprobs(build_engine(setting, max_tokens=6, temperature=0.7), ["hi"])
+
+
+def check_logprobs(engine: ModelEngine, prompts: Sequence[str], backend: str = "asyncio") -> None:
+    """Log-probs of samples are those of the engine's model at temperature 0.7."""
 
     async def run() -> list[Sample]:
         samples: list[Sample] = []
@@ -60,7 +76,7 @@ def test_engine_logprobs_are_those_of_the_model(backend: str) -> None:
             samples.extend(await engine([prompt]))
 
         async with anyio.create_task_group() as group:
-            for prompt in ("a", "a much longer prompt", "bc"):
+            for prompt in prompts:
                 group.start_soon(one, prompt)
         return samples
 

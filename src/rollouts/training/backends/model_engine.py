@@ -61,6 +61,8 @@ class ModelEngine:
         self._generator = torch.Generator().manual_seed(seed)
         eos = self.model.generation_config.eos_token_id
         self._eos_ids = [tokenizer.eos_token_id] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        # The model's own settings, such as min_p or beams, would sample from another distribution than the trainer's.
+        self.model.generation_config = type(own.generation_config)()
 
     async def __call__(self, prompts: Sequence[Any]) -> list[Sample]:
         """One sample per prompt."""
@@ -136,7 +138,6 @@ class ModelEngine:
                 temperature=self.temperature,
                 top_k=0,
                 top_p=1.0,
-                repetition_penalty=1.0,
                 pad_token_id=pad,
                 eos_token_id=self._eos_ids,
                 output_scores=True,
