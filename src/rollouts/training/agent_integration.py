@@ -11,7 +11,7 @@ import msgspec
 
 from rollouts.agents import AgentEnvironment, ChatAgent, Endpoint, Trajectory, Turn
 from rollouts.training.datasets.chat import TemplateRenderer
-from rollouts.training.datasets.sft import Conversation, render_conversation
+from rollouts.training.datasets.sft import Conversation, is_empty_turn, render_conversation
 from rollouts.training.types import UNFILTERED, Message, Sample, Status
 
 __all__ = [
@@ -164,9 +164,7 @@ def trajectory_to_sample(trajectory: Trajectory, tokenizer: Any, metadata: dict[
     if trajectory.turns:
         sample = _sample_of_turns(trajectory)
     else:
-        conversation = Conversation(trajectory.messages, trajectory.num_prompt_messages, trajectory.tools)
-        sample = render_conversation(conversation, TemplateRenderer(tokenizer))
-        sample.index = None
+        sample = _render_messages(trajectory, TemplateRenderer(tokenizer))
     sample.prompt, sample.response = trajectory.prompt, trajectory.text
     sample.status, sample.stop_reason = trajectory.status, trajectory.stop_reason
     sample.temperature = trajectory.temperature
@@ -228,6 +226,16 @@ async def generate_rollout_batch(
     if errors:
         raise errors[0]
     return [sample for sample in samples if sample is not None]
+
+
+def _render_messages(trajectory: Trajectory, chat: TemplateRenderer) -> Sample:
+    conversation = Conversation(trajectory.messages, trajectory.num_prompt_messages, trajectory.tools)
+    sample = render_conversation(conversation, chat)
+    sample.index = None
+    is_cut = trajectory.stop_reason == "length" and not is_empty_turn(trajectory.messages[-1])
+    if is_cut and sample.tokens[-1] in chat.end_ids:  # the template's, which the model did not generate
+        sample.tokens, sample.loss_mask = sample.tokens[:-1], sample.loss_mask[:-1]
+    return sample
 
 
 def _sample_of_turns(trajectory: Trajectory) -> Sample:

@@ -115,6 +115,16 @@ def test_tokenizer_is_used_without_server_token_ids() -> None:
     assert sample.inference_logprobs is None and sample.status == Status.COMPLETED
 
 
+@pytest.mark.parametrize(("stop_reason", "learned"), [("length", "cut of"), ("stop", "cut of<|im_end|>")])
+def test_a_cut_answer_is_not_trained_to_end(stop_reason: str, learned: str) -> None:
+    tokenizer = load_tokenizer("tiny-qwen3")
+    messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "cut of"}]
+    trajectory = Trajectory(prompt="p", messages=messages, num_prompt_messages=1, stop_reason=stop_reason)
+    sample = trajectory_to_sample(trajectory, tokenizer)
+    tokens = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(tokens) == learned and len(sample.tokens) == len(sample.loss_mask)
+
+
 class Calculator:
     """An environment of one turn with a tool."""
 
