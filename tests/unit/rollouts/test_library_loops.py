@@ -80,8 +80,31 @@ def test_sft_resumed_is_sft_uninterrupted(tmp_path: Path) -> None:
     run(resumed.load_checkpoint, tmp_path / "a" / "step_4")
     again = run(run_sft_training, resumed, samples, SFTTrainingConfig(5, 3))
     assert again == rows[4:] and weights_equal(straight, resumed)
+    run(resumed.load_checkpoint, tmp_path / "a" / "step_4")
     with pytest.raises(ValueError, match="other prompts"):
         run(run_sft_training, resumed, build_samples(5, seed=9), SFTTrainingConfig(1, 3))
+
+
+def test_a_second_sft_run_continues_or_is_a_new_stage(tmp_path: Path) -> None:
+    backend, straight = build_backend(tmp_path / "a"), build_backend(tmp_path / "b")
+    parts = [run(run_sft_training, backend, build_samples(5), SFTTrainingConfig(2, 2))[-1] for _ in range(2)]
+    whole = run(run_sft_training, straight, build_samples(5), SFTTrainingConfig(4, 2))
+    assert parts == [whole[1], whole[3]], "on the same samples it goes on where the first run ended"
+    rows = run(run_sft_training, backend, build_samples(7, seed=9), SFTTrainingConfig(1, 2))
+    assert rows[0]["step"] == 5 and backend.data_state["sft"]["sample_offset"] == 2
+
+
+def test_a_second_rl_run_generates_groups_of_its_own(tmp_path: Path) -> None:
+    async def generate(prompts: list[Any]) -> list[Sample]:
+        return [Sample(prompt, "x", [2, 3, 4], [0.0, 0.0, 1.0]) for prompt in prompts]
+
+    backend, rewards = build_backend(tmp_path, grpo_loss), []
+    for reward in (1.0, -7.0):
+        buffer = DataBuffer(list("abcdef"))
+        rollouts = RolloutConfig(1, over_sampling_factor=3, generate_fn=generate, reward_fn=lambda _, r=reward: r)
+        rows = run(run_rl_training, backend, buffer, AsyncRolloutManager(buffer, rollouts), [], RLTrainingConfig(2))
+        rewards += [row["mean_reward"] for row in rows]
+    assert rewards == [1.0, 1.0, -7.0, -7.0]
 
 
 def test_micro_batches_change_nothing(tmp_path: Path) -> None:

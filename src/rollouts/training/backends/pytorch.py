@@ -68,6 +68,7 @@ class PyTorchTrainingBackend:
         self.weight_version = weight_version
         self.current_step = current_step
         self.data_state: dict[str, Any] = {}
+        self.is_restored = False  # whether `data_state` is that of a checkpoint, and no loop has continued it yet
         files.name_parameters(model, optimizer)
         self._architecture = architecture or type(model).__name__
         self._loss_fn = as_loss_fn(loss_fn)
@@ -247,6 +248,7 @@ class PyTorchTrainingBackend:
             self._restore_progress(saved, path)
         files.restore_model(self.model, saved.model, str(path))
         self.weight_version, self.current_step = saved.metadata["weight_version"], saved.metadata["current_step"]
+        self.is_restored = not parameters_only
         self.optimizer.zero_grad(set_to_none=True)
         self._weight, self._loss_sum, self._num_batches, self._poison = 0.0, 0.0, 0, None
         return saved.metadata

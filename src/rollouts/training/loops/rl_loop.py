@@ -16,7 +16,7 @@ from rollouts.training.advantages import (
     compute_grouped_advantages,
 )
 from rollouts.training.datasets.data_buffer import DataBuffer
-from rollouts.training.loops.stepping import Row, is_due, rank_of, run_step, state_of, steps_of
+from rollouts.training.loops.stepping import Row, begin_run, is_due, rank_of, run_step, state_of, steps_of
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
 from rollouts.training.types import RLTrainingConfig, RolloutBatch, Sample, TrainingBackend, as_plain
@@ -43,10 +43,11 @@ async def run_rl_training(
                        +------------------ weights, every sync_every steps ------------+
 
     Rewards come from the config's `reward_fn`, else from `compute_reward`. A backend restored from a checkpoint
-    continues after the last trained rollouts, and first publishes its weights to the engines.
+    continues after the last trained rollouts; any other run begins with the manager as it is. Trained weights are first
+    published to the engines.
     """
     check_run(data_buffer, rollout_manager, inference_engines, config)
-    if "rl" in state_of(backend) and rollout_manager.step_count == 0:
+    if begin_run(backend) and "rl" in state_of(backend) and rollout_manager.step_count == 0:
         rollout_manager.load_state_dict(state_of(backend)["rl"])
     rollout_manager.reward_fn = rollout_manager.reward_fn or compute_reward  # before filters judge the rewards
     rows: list[Row] = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollouts.training.datasets.data_buffer import DataBuffer
-from rollouts.training.loops.stepping import Row, is_due, rank_of, run_step, state_of, steps_of
+from rollouts.training.loops.stepping import Row, begin_run, is_due, rank_of, run_step, state_of, steps_of
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.types import Sample, SFTTrainingConfig, TrainingBackend
 
@@ -27,13 +27,15 @@ async def run_sft_training(
            +------------------------ next step -----------------------+
 
     The first epoch is in the given order, later ones are shuffled. A backend restored from a checkpoint continues after
-    the last trained sample; `ValueError` if the samples have changed.
+    the last trained sample; `ValueError` if the samples have changed. So does a second run on the same samples; one on
+    others is a new stage.
     """
     for sample in samples:
         sample.validate()
     buffer = DataBuffer([sample.tokens for sample in samples])
-    if "sft" in state_of(backend):
-        buffer.load_state(state_of(backend)["sft"])
+    state, is_restored = state_of(backend).get("sft"), begin_run(backend)
+    if state is not None and (is_restored or state.get("fingerprint") == buffer.fingerprint):
+        buffer.load_state(state)
     rows: list[Row] = []
     steps = steps_of(backend, config)
     for step in steps:

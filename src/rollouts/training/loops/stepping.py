@@ -29,6 +29,15 @@ def state_of(backend: TrainingBackend) -> dict[str, Any]:
     return state
 
 
+def begin_run(backend: TrainingBackend) -> bool:
+    """Whether this run continues a checkpoint: the first run since `load_checkpoint`, or a backend that cannot tell."""
+    own: Any = backend
+    if not hasattr(own, "is_restored"):
+        return True
+    is_restored, own.is_restored = bool(own.is_restored), False
+    return is_restored
+
+
 async def run_step(
     backend: TrainingBackend,
     items: Sequence[T],
