@@ -175,13 +175,23 @@ def test_accumulated_parts_equal_the_whole_batch(tmp_path: Path, loss_fn: Callab
     assert close(weights_of(whole), weights_of(parts))
 
 
-def test_sums_and_counts_are_taken_as_losses(tmp_path: Path) -> None:
-    def by_sum(logits: torch.Tensor, batch: dict[str, Any]) -> LossOutput:
-        mask = batch["loss_mask"].flatten()
-        logp = compute_label_logprobs(logits, batch["labels"]).flatten()
-        zeros = torch.zeros_like(mask)
-        return nll_loss(LossInputs(logp, zeros, zeros, mask, zeros.long()))
+def by_sum(logits: torch.Tensor, batch: dict[str, Any]) -> LossOutput:
+    mask = batch["loss_mask"].flatten()
+    logp = compute_label_logprobs(logits, batch["labels"]).flatten()
+    zeros = torch.zeros_like(mask)
+    return nll_loss(LossInputs(logp, zeros, zeros, mask, zeros.long()))
 
+
+@pytest.mark.parametrize("loss_fn", [create_cross_entropy_loss(), ppo_loss, by_sum], ids=["nll", "ppo", "sum"])
+def test_weights_below_one_do_not_shrink_the_loss(tmp_path: Path, loss_fn: Callable[..., Any]) -> None:
+    batch = build_batch(2)
+    batch["old_log_probs"] = torch.full_like(batch["loss_mask"], -4.2)
+    light = batch | {"loss_mask": batch["loss_mask"] * 0.01}
+    losses = [step(build_backend(tmp_path, loss_fn), weighted)["loss"] for weighted in (batch, light)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_sums_and_counts_are_taken_as_losses(tmp_path: Path) -> None:
     backend, reference, batch = build_backend(tmp_path / "a", by_sum), build_backend(tmp_path / "b"), build_batch()
     assert step(backend, batch)["loss"] == pytest.approx(step(reference, batch)["loss"], rel=1e-6)
     assert close(weights_of(backend), weights_of(reference))

@@ -115,7 +115,7 @@ def _to_batch_loss(result: Any, unit: str, batch: dict[str, Any]) -> BatchLoss:
     metrics: dict[str, float] = {}
     if isinstance(result, LossOutput):
         weight = float(result.count)
-        return BatchLoss(result.loss_sum / max(weight, 1.0), weight, result.stats.summary())
+        return BatchLoss(result.loss_sum / (weight or 1.0), weight, result.stats.summary())
     if isinstance(result, tuple) and len(result) == 2:
         result, metrics = result
     if not isinstance(result, Tensor) or result.numel() != 1:

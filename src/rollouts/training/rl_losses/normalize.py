@@ -58,7 +58,12 @@ def aggregate_tokens(
     """Scalar loss: mean over loss tokens, mean of sequence means, or sum / (batch max_tokens)."""
     flat = flatten_rows(values, loss_mask)
     total, count = normalize(flat.trainer_logprobs, flat, loss_aggregation_of(aggregation), max_tokens)
-    return total / (count.clamp(min=1) if aggregation == "token" else len(values))
+    return total / (as_divisor(count) if aggregation == "token" else len(values))
+
+
+def as_divisor(count: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    """The count, which weights of tokens may make less than 1; 1 instead of 0, for a loss of 0 without loss tokens."""
+    return torch.where(count > 0, count, 1.0)
 
 
 def loss_aggregation_of(aggregation: Aggregation) -> LossAggregation:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rollouts.training.objectives import KLEstimator, Objective
 from rollouts.training.rl_losses.kl import compute_kl
 from rollouts.training.rl_losses.logprobs import compute_entropy, compute_label_logprobs
-from rollouts.training.rl_losses.normalize import Aggregation, flatten_rows, loss_aggregation_of
+from rollouts.training.rl_losses.normalize import Aggregation, as_divisor, flatten_rows, loss_aggregation_of
 from rollouts.training.rl_losses.policy import policy_loss
 from rollouts.training.rl_losses.stats import TokenStats
 
@@ -105,7 +105,7 @@ def ppo_loss_with_metrics(
         max_tokens=max_tokens,
     )
     output = policy_loss(inputs, objective)
-    loss = output.loss_sum / (output.count.clamp(min=1) if aggregation == "token" else len(labels))
+    loss = output.loss_sum / (as_divisor(output.count) if aggregation == "token" else len(labels))
     if inputs.teacher_logprobs is not None:
         gap = inputs.trainer_logprobs.detach() - inputs.teacher_logprobs
         active = inputs.loss_mask > 0
