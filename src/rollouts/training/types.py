@@ -217,7 +217,7 @@ class RolloutConfig:
     over_sampling_factor: float = 1.0
     generate_fn: Callable[..., Any] | None = None
     reward_fn: Callable[[Sample], Any] | None = None
-    filter_fn: Callable[[list[Sample]], bool] | None = None
+    filter_fn: Callable[[list[Sample]], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size <= 0:
@@ -237,7 +237,7 @@ class RolloutConfig:
         data: dict[str, Any],
         generate_fn: Callable[..., Any] | None = None,
         reward_fn: Callable[[Sample], Any] | None = None,
-        filter_fn: Callable[[list[Sample]], bool] | None = None,
+        filter_fn: Callable[[list[Sample]], Any] | None = None,
     ) -> RolloutConfig:
         """The inverse of `to_dict`; the functions are passed separately."""
         return RolloutConfig(**data, generate_fn=generate_fn, reward_fn=reward_fn, filter_fn=filter_fn)

@@ -329,6 +329,20 @@ def test_the_documented_generate_fn() -> None:
     run(main)
 
 
+def test_filters_and_rewards_may_be_coroutines() -> None:
+    async def reward(sample: Sample) -> float:
+        await anyio.sleep(1)
+        return float(sample.group_index or 0)
+
+    async def odd(group: list[Sample]) -> bool:
+        await anyio.sleep(1)
+        return group[0].reward % 2 == 1
+
+    config = RolloutConfig(2, reward_fn=reward, filter_fn=odd)
+    manager = AsyncRolloutManager(DataBuffer(PROMPTS), config, generate_group=make_generate(0, 1))
+    assert group_indices(run(manager.generate_batch).samples, 1) == [1, 3] and manager.groups.drops["odd"] == 2
+
+
 def test_a_sync_generate_fn_runs_in_a_thread() -> None:
     config = RolloutConfig(
         3, generate_fn=lambda prompts: [Sample(prompt=p, tokens=[1], loss_mask=[1]) for p in prompts]

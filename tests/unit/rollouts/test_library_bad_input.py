@@ -61,6 +61,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "nan rewards": (lambda: compute_group_advantages([1.0, float("nan")]), r"\[1.0, nan\] contain a value"),
     "nan reward_fn": (generate(lambda p: [sample()], reward_fn=lambda s: float("nan")), "reward nan of sample 0"),
     "no reward": (generate(lambda prompts: [sample()], reward_fn=lambda s: None), "reward_fn returned None"),
+    "text reward": (generate(lambda p: [sample()], reward_fn=lambda s: "1.0"), "reward_fn returned '1.0'"),
     # prompts
     "no prompts": (lambda: DataBuffer([]).get_prompts(1), "the dataset is empty"),
     "one text": (lambda: DataBuffer("abc"), "prompts 'abc' are a str"),

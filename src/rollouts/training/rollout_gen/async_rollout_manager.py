@@ -357,7 +357,7 @@ class AsyncRolloutManager:
                 if not self.tokens.has_received(group_index):
                     self.tokens.receive(group_index, count_sampled(samples))
                 await self._score(samples)
-                reason = self._rejection(samples)
+                reason = await self._rejection(samples)
                 if reason is None:
                     self.groups.finish(group_index, samples)
                     self.tokens.settle(group_index)
@@ -396,9 +396,10 @@ class AsyncRolloutManager:
         if reward_fn is None:
             return
         for sample in samples:
-            reward = reward_fn(sample)
-            reward = await reward if inspect.isawaitable(reward) else reward
+            reward = await _settle(reward_fn(sample))
             try:
+                if isinstance(reward, str):
+                    raise TypeError("it is text")
                 sample.reward = float(reward)
             except (TypeError, ValueError) as error:
                 raise TypeError(f"reward_fn returned {reward!r}: it must return one number per sample") from error
@@ -408,12 +409,12 @@ class AsyncRolloutManager:
                     "fix the reward function"
                 )
 
-    def _rejection(self, samples: list[Sample]) -> str | None:
+    async def _rejection(self, samples: list[Sample]) -> str | None:
         """Name of the filter that rejects the group, or None."""
         if not samples:
             return DropReason.EMPTY
         accept = self.config.filter_fn
-        if accept is not None and not accept(samples):
+        if accept is not None and not await _settle(accept(samples)):
             return getattr(accept, "__name__", "filter_fn")
         return None if self._group_filter is None else self._group_filter(samples)
 
@@ -446,7 +447,7 @@ class AsyncRolloutManager:
             result = await function([prompt], **kwargs)
         else:
             result = await anyio.to_thread.run_sync(lambda: function([prompt], **kwargs))
-        return _check_generated(await result if inspect.isawaitable(result) else result)
+        return _check_generated(await _settle(result))
 
     def _failure(self) -> BaseException | None:
         """The error that the next `generate_batch` raises."""
@@ -512,6 +513,11 @@ async def _run_concurrently(calls: list[tuple[Callable[..., Awaitable[None]], in
             tasks.start_soon(guarded, call, argument, tasks)
     if first:
         raise first[0]
+
+
+async def _settle(value: Any) -> Any:
+    """The value of a function that may be a coroutine."""
+    return await value if inspect.isawaitable(value) else value
 
 
 def _check_generated(answer: Any) -> list[Sample]:
