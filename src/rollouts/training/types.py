@@ -220,12 +220,9 @@ class RolloutConfig:
     filter_fn: Callable[[list[Sample]], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.batch_size <= 0:
-            raise ValueError(f"batch_size {self.batch_size} must be at least 1 group")
-        if self.n_samples_per_prompt <= 0:
-            raise ValueError(f"n_samples_per_prompt {self.n_samples_per_prompt} must be at least 1")
-        if self.over_sampling_factor < 1.0:
-            raise ValueError(f"over_sampling_factor {self.over_sampling_factor} must be at least 1.0")
+        _check_counts(self, "batch_size", "n_samples_per_prompt")
+        if not 1.0 <= self.over_sampling_factor < math.inf:
+            raise ValueError(f"over_sampling_factor {self.over_sampling_factor} must be a number of at least 1.0")
 
     def to_dict(self) -> dict[str, Any]:
         """The options without the functions."""

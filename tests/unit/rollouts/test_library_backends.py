@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_hf import build_batch, build_tiny_hf
-from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, MultiStepLR, ReduceLROnPlateau, SequentialLR
 
 from prime_rl.transport.weights import check_directory
 from rollouts.training import steps
@@ -264,6 +264,23 @@ def test_loss_functions_that_are_accepted(function: Callable[..., Any], names: s
 def test_loss_functions_that_are_refused_at_construction(tmp_path: Path, function: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         build_backend(tmp_path, function)
+
+
+def test_schedulers_that_are_refused_at_construction(tmp_path: Path) -> None:
+    class Decay:
+        def __init__(self) -> None:
+            self.peak = torch.ones(1)
+
+        def __call__(self, step: int) -> float:
+            return 1.0
+
+    for build, sentence in (
+        (ReduceLROnPlateau, "ReduceLROnPlateau needs a metric"),
+        (lambda optimizer: LambdaLR(optimizer, Decay()), "the state of LambdaLR does not fit into metadata.json"),
+    ):
+        optimizer = create_adamw_optimizer(model := build_tiny_hf(), 1e-2)
+        with pytest.raises(ValueError, match=sentence):
+            PyTorchTrainingBackend(model, optimizer, grpo_loss, tmp_path, scheduler=build(optimizer))
 
 
 def test_bad_batches_are_refused_and_do_no_harm(tmp_path: Path) -> None:

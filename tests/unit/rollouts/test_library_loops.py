@@ -291,6 +291,18 @@ def test_ranks_share_samples_with_bools() -> None:
     assert batch.rewards == [1.0] and batch.samples[0].prompt == {"question": "1"}
 
 
+def test_a_batch_that_ranks_cannot_share_is_refused_first(tmp_path: Path) -> None:
+    backend: Any = SeedBackend(tmp_path)
+    backend.rank, backend.world_size = 0, 2
+    with pytest.raises(ValueError, match="3 samples does not divide over 2 ranks: change batch_size"):
+        run(run_sft_training, backend, build_samples(3), SFTTrainingConfig(1, 3))
+    _, buffer, manager, _ = build_rl(tmp_path)
+    backend.world_size = 3
+    with pytest.raises(ValueError, match="8 samples does not divide over 3 ranks"):
+        run(run_rl_training, backend, buffer, manager, [], RLTrainingConfig(1))
+    assert not backend.batches and buffer.position == 0
+
+
 class SeedBackend:
     """A backend written from the documented protocol alone: coroutines that return futures with only `result()`."""
 
@@ -369,6 +381,10 @@ def test_an_unknown_verdict_leaves_the_reward() -> None:
     [
         (lambda: SFTTrainingConfig(0, 4), "num_steps 0 of SFTTrainingConfig"),
         (lambda: SFTTrainingConfig(1, 2.5), "batch_size 2.5"),
+        (lambda: RolloutConfig(16 / 2), "batch_size 8.0 of RolloutConfig"),
+        (lambda: RolloutConfig(1, 4 / 2), "n_samples_per_prompt 2.0"),
+        (lambda: RolloutConfig(1, over_sampling_factor=float("nan")), "over_sampling_factor nan"),
+        (lambda: RolloutConfig(1, over_sampling_factor=0.5), "over_sampling_factor 0.5"),
         (lambda: SFTTrainingConfig(1, 1, micro_batch_size=0), "micro_batch_size 0"),
         (lambda: RLTrainingConfig(1, sync_every=0), "sync_every 0"),
         (lambda: RLTrainingConfig(1, estimator="median"), "'median'"),

@@ -60,6 +60,9 @@ class PyTorchTrainingBackend:
         self.device = _resolve_device(device, model)
         self.model = model.to(self.device) if ranks is None else model
         self.optimizer = optimizer
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError("scheduler ReduceLROnPlateau needs a metric, which no step has: use one that counts steps")
+        _plain_state(scheduler)  # refused here, not in the first checkpoint
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.checkpoint_dir = Path(checkpoint_dir)

@@ -16,7 +16,16 @@ from rollouts.training.advantages import (
     compute_grouped_advantages,
 )
 from rollouts.training.datasets.data_buffer import DataBuffer
-from rollouts.training.loops.stepping import Row, begin_run, is_due, rank_of, run_step, state_of, steps_of
+from rollouts.training.loops.stepping import (
+    Row,
+    begin_run,
+    check_batch_size,
+    is_due,
+    rank_of,
+    run_step,
+    state_of,
+    steps_of,
+)
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
 from rollouts.training.types import RLTrainingConfig, RolloutBatch, Sample, TrainingBackend, as_plain
@@ -47,6 +56,8 @@ async def run_rl_training(
     published to the engines.
     """
     check_run(data_buffer, rollout_manager, inference_engines, config)
+    if rollout_manager.config.generate_fn is not None:  # another generator decides how many samples a group has
+        check_batch_size(backend, rollout_manager.config.batch_size * rollout_manager.config.n_samples_per_prompt)
     if begin_run(backend) and "rl" in state_of(backend) and rollout_manager.step_count == 0:
         rollout_manager.load_state_dict(state_of(backend)["rl"])
     rollout_manager.reward_fn = rollout_manager.reward_fn or compute_reward  # before filters judge the rewards

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollouts.training.datasets.data_buffer import DataBuffer
-from rollouts.training.loops.stepping import Row, begin_run, is_due, rank_of, run_step, state_of, steps_of
+from rollouts.training.loops.stepping import (
+    Row,
+    begin_run,
+    check_batch_size,
+    is_due,
+    rank_of,
+    run_step,
+    state_of,
+    steps_of,
+)
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.types import Sample, SFTTrainingConfig, TrainingBackend
 
@@ -30,6 +39,7 @@ async def run_sft_training(
     the last trained sample; `ValueError` if the samples have changed. So does a second run on the same samples; one on
     others is a new stage.
     """
+    check_batch_size(backend, config.batch_size)
     for sample in samples:
         sample.validate()
     buffer = DataBuffer([sample.tokens for sample in samples])

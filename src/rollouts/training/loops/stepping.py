@@ -38,6 +38,13 @@ def begin_run(backend: TrainingBackend) -> bool:
     return is_restored
 
 
+def check_batch_size(backend: TrainingBackend, num_samples: int) -> None:
+    """Raise `ValueError` unless every rank has as many samples."""
+    size = rank_of(backend)[1]
+    if num_samples % size:
+        raise ValueError(f"a batch of {num_samples} samples does not divide over {size} ranks: change batch_size")
+
+
 async def run_step(
     backend: TrainingBackend,
     items: Sequence[T],
@@ -46,8 +53,7 @@ async def run_step(
 ) -> Row:
     """Gradient of all items (each rank takes every `world_size`-th) and one optimizer step."""
     rank, size = rank_of(backend)
-    if len(items) % size:
-        raise ValueError(f"a batch of {len(items)} samples does not divide over {size} ranks: change batch_size")
+    check_batch_size(backend, len(items))
     share = items[rank::size]
     width = micro_batch_size or len(share)
     parts = [share[i : i + width] for i in range(0, len(share), width)]
