@@ -81,12 +81,15 @@ def test_errors_name_the_column_of_the_row(row: dict[str, Any], words: str, tmp_
         load_sft_dataset(name, tokenizer=load_tokenizer("tiny-qwen3"))
 
 
-def test_bounds(tmp_path: Path) -> None:
+def test_bounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = load_tokenizer("tiny-qwen3")
     rows = [{"question": "a" * n, "answer": "b"} for n in (1, 60, 2)]
     name = write(tmp_path / "rows.jsonl", rows)
     kept = load_sft_dataset(name, tokenizer=tokenizer, max_length=60)
     assert [s.index for s in kept] == [0, 2]
+    assert "1 rows" in caplog.text and "max_length = 60 tokens, the first is row 1: they are skipped" in caplog.text
+    with pytest.raises(ValueError, match=r"3 rows .* more than max_length = 5 tokens, the first is row 0: raise it"):
+        load_sft_dataset(name, tokenizer=tokenizer, max_length=5)
     assert [s.index for s in load_sft_dataset(name, tokenizer=tokenizer, max_samples=2)] == [0, 1]
 
 

@@ -81,33 +81,48 @@ def load_sft_dataset(
 
     Rows have `messages`, `prompt` and `completion`, `instruction` (and `input`) and `output`, `question` and
     `answer`, or `conversations` of `from` and `value`. At most `max_samples` rows are read; those of more than
-    `max_length` tokens, and those without a turn to learn, such as an empty answer, are skipped. `metadata` has
-    `dataset` and `index`, the row number. `ValueError` if no row has a turn to learn.
+    `max_length` tokens, and those without a turn to learn, such as an empty answer, are skipped with a warning.
+    `metadata` has `dataset` and `index`, the row number. `ValueError` if no row is left.
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError("load_sft_dataset needs a tokenizer with a chat template: pass tokenizer=")
     if max_length < 1 or (max_samples is not None and max_samples < 1):
         raise ValueError(f"max_length {max_length} and max_samples {max_samples} must be at least 1")
     chat = TemplateRenderer(tokenizer)
-    samples, skipped = [], list[int]()
+    samples, empty, longer = [], list[int](), list[int]()
     for index, row in enumerate(islice(iter_rows(dataset_name, split, subset), max_samples)):
         with name_row(index):
             conversation = read_conversation(as_messages(row), index, str(tokenizer.chat_template))
         if not any(find_trained_turns(conversation)):
-            skipped.append(index)
+            empty.append(index)
             continue
         with name_row(index):
-            samples.append(render_conversation(conversation, chat, index))
-    if skipped:
-        problem = (
-            f"{len(skipped)} rows of {dataset_name} have no assistant message to learn, the first is row {skipped[0]}"
-        )
-        if not samples:
-            raise ValueError(f"{problem}: it needs one with a text and a message before it")
-        logging.getLogger(__name__).warning("%s: they are skipped", problem)
-    for sample in samples:
-        sample.metadata = {"dataset": dataset_name, "index": sample.index}
-    return [sample for sample in samples if len(sample.tokens) <= max_length]
+            sample = render_conversation(conversation, chat, index)
+        if len(sample.tokens) > max_length:
+            longer.append(index)
+            continue
+        sample.metadata = {"dataset": dataset_name, "index": index}
+        samples.append(sample)
+    _report_skipped(
+        longer, f"rows of {dataset_name} have more than max_length = {max_length} tokens", "raise it", not samples
+    )
+    _report_skipped(
+        empty,
+        f"rows of {dataset_name} have no assistant message to learn",
+        "it needs one with a text and a message before it",
+        not samples,
+    )
+    return samples
+
+
+def _report_skipped(rows: list[int], problem: str, cure: str, is_error: bool) -> None:
+    """Warn of rows that are left out; `ValueError` with the cure if none is left."""
+    if not rows:
+        return
+    text = f"{len(rows)} {problem}, the first is row {rows[0]}"
+    if is_error:
+        raise ValueError(f"{text}: {cure}")
+    logging.getLogger(__name__).warning("%s: they are skipped", text)
 
 
 _SPEAKERS = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
