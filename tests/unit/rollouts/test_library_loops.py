@@ -107,6 +107,13 @@ def test_a_second_rl_run_generates_groups_of_its_own(tmp_path: Path) -> None:
     assert rewards == [1.0, 1.0, -7.0, -7.0]
 
 
+def test_a_sample_that_is_refused_is_named(tmp_path: Path) -> None:
+    samples = build_samples(4)
+    samples[2].loss_mask = [1.0]
+    with pytest.raises(ValueError, match=r"samples\[2\]: sample has \d+ tokens but 1 entries in `loss_mask`"):
+        run(run_sft_training, build_backend(tmp_path), samples, SFTTrainingConfig(1, 2))
+
+
 def test_micro_batches_change_nothing(tmp_path: Path) -> None:
     samples = build_samples(7)
     whole = run(run_sft_training, build_backend(tmp_path / "a"), samples, SFTTrainingConfig(3, 6))

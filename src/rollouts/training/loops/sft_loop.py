@@ -40,8 +40,11 @@ async def run_sft_training(
     others is a new stage.
     """
     check_batch_size(backend, config.batch_size)
-    for sample in samples:
-        sample.validate()
+    for index, sample in enumerate(samples):
+        try:
+            sample.validate()
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"samples[{index}]: {error}") from error
     buffer = DataBuffer([sample.tokens for sample in samples])
     state, is_restored = state_of(backend).get("sft"), begin_run(backend)
     if state is not None and (is_restored or state.get("fingerprint") == buffer.fingerprint):
