@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.training.datasets import (
+    export_samples_to_huggingface_format,
     export_samples_to_jsonl,
     load_dataset_with_answers,
     load_rl_prompts,
     load_samples_from_jsonl,
 )
+from rollouts.training.datasets.rows import load_rows
 from rollouts.training.types import Sample, Status
 
 USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
@@ -116,6 +118,19 @@ def test_per_token_lists_are_written_on_request(tmp_path: Path) -> None:
     row = json.loads(path.read_text())
     assert not {"tokens", "loss_mask", "inference_logprobs"} & set(row) and row["reward"] == 0.5
     assert load_samples_from_jsonl(path) == [Sample("p", "r", reward=0.5)]
+
+
+def test_conversations_are_exported_once(tmp_path: Path) -> None:
+    path, metadata = tmp_path / "rows.jsonl", {"score": np.float32(0.5)}
+    prompts: list[tuple[Any, str]] = [("ab", "ba"), ([USER], "ba"), ([USER, ANSWER], ""), ({"question": "ab"}, "ba")]
+    export_samples_to_huggingface_format([Sample(*pair, metadata=metadata) for pair in prompts], path)
+    assert load_rows(str(path)) == [{"messages": [USER, ANSWER], "metadata": {"score": 0.5}}] * 4
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"prompt": "ä"}\n', encoding="utf-8-sig")
+    assert load_samples_from_jsonl(path) == [Sample("ä")]
 
 
 def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def load_rl_prompts(name: str, split: str = "train", max_prompts: int | None = N
     """
     if max_prompts is not None and max_prompts < 1:
         raise ValueError(f"max_prompts {max_prompts} must be at least 1, or None for all")
-    return [_prompt(row, index) for index, row in enumerate(load_rows(name, split)[:max_prompts])]
+    return [read_prompt(row, _name(index)) for index, row in enumerate(load_rows(name, split)[:max_prompts])]
 
 
 def load_dataset_with_answers(name: str, split: str = "train", max_samples: int | None = None) -> list[dict[str, Any]]:
@@ -27,27 +27,30 @@ def load_dataset_with_answers(name: str, split: str = "train", max_samples: int 
         raise ValueError(f"max_samples {max_samples} must be at least 1, or None for all")
     rows = load_rows(name, split)[:max_samples]
     return [
-        {"prompt": _prompt(row, index), "answer": _first(row, ANSWERS, "an answer", index)}
+        {"prompt": read_prompt(row, _name(index)), "answer": _first(row, ANSWERS, "an answer", _name(index))}
         for index, row in enumerate(rows)
     ]
 
 
-def _prompt(row: Row, index: int) -> Any:
+def read_prompt(row: Row, where: str) -> Any:
+    """The prompt of a row, as in `load_rl_prompts`; `ValueError` names `where` the row is."""
     messages = row.get("messages")
     if messages is None:
-        return _first(row, QUESTIONS, "a prompt", index)
+        return _first(row, QUESTIONS, "a prompt", where)
     prompt = [dict(message) for message in messages]
     while prompt and prompt[-1].get("role") == "assistant":
         prompt.pop()
     if not prompt:
-        raise ValueError(f"row {index} of the data set has no message before the assistant's: nothing to ask")
+        raise ValueError(f"{where} has no message before the assistant's: nothing to ask")
     return prompt
 
 
-def _first(row: Row, names: tuple[str, ...], what: str, index: int) -> Any:
+def _name(index: int) -> str:
+    return f"row {index} of the data set"
+
+
+def _first(row: Row, names: tuple[str, ...], what: str, where: str) -> Any:
     for name in names:
         if row.get(name) is not None:
             return row[name]
-    raise ValueError(
-        f"row {index} of the data set has the columns {', '.join(sorted(row))}: {what} is one of {', '.join(names)}"
-    )
+    raise ValueError(f"{where} has the columns {', '.join(sorted(row))}: {what} is one of {', '.join(names)}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rollouts.training.datasets.prompts import read_prompt
 from rollouts.training.types import Sample
 
 PER_TOKEN = (
@@ -32,16 +33,20 @@ def export_samples_to_jsonl(samples: Iterable[Sample], path: Path | str, include
 def export_samples_to_huggingface_format(samples: Iterable[Sample], path: Path | str) -> int:
     """Rows of `messages` and `metadata`, which `load_dataset("json", data_files=...)` of `datasets` and ours read.
 
-    Returns how many. A prompt that is text becomes a user message, the response the assistant's.
+    Returns how many. A prompt that is text becomes a user message, the response the assistant's. No message is added to
+    a prompt that is the whole conversation, as those of `load_sft_dataset`.
     """
+    return _write_rows(map(_to_conversation, samples), Path(path))
 
-    def rows() -> Iterator[dict[str, Any]]:
-        for sample in samples:
-            prompt = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
-            answer = {"role": "assistant", "content": sample.response}
-            yield {"messages": [*prompt, answer], "metadata": sample.metadata}
 
-    return _write_rows(rows(), Path(path))
+def _to_conversation(sample: Sample) -> dict[str, Any]:
+    data = sample.to_dict()
+    prompt = data["prompt"]
+    prompt = read_prompt(prompt, "a sample's prompt") if isinstance(prompt, dict) else prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if sample.response or not messages or messages[-1].get("role") != "assistant":
+        messages = [*messages, {"role": "assistant", "content": sample.response}]
+    return {"messages": messages, "metadata": data["metadata"]}
 
 
 def load_samples_from_jsonl(path: Path | str, limit: int | None = None) -> list[Sample]:
@@ -54,7 +59,7 @@ def load_samples_from_jsonl(path: Path | str, limit: int | None = None) -> list[
             if not line.strip():
                 continue
             try:
-                samples.append(Sample.from_dict(msgspec.json.decode(line, type=dict)))
+                samples.append(Sample.from_dict(msgspec.json.decode(line.decode("utf-8-sig"), type=dict)))
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     return samples
