@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,18 @@ def check_logprobs(engine: ModelEngine, prompts: Sequence[str], backend: str = "
         assert len(sample.tokens) - start <= 6 and sample.versions == [(start, 0)]
         is_complete = sample.tokens[-1] == engine.tokenizer.eos_token_id
         assert is_complete or sample.status is Status.TRUNCATED
+
+
+def test_the_engine_keeps_no_scores_of_earlier_tokens() -> None:
+    engine = build_engine(max_tokens=12)
+    shape, counts = (3, engine.model.config.vocab_size), []
+
+    def count(*_: Any) -> None:
+        counts.append(sum(type(item) is torch.Tensor and item.shape == shape for item in gc.get_objects()))
+
+    engine.model.register_forward_pre_hook(count)
+    anyio.run(engine, ["a", "b", "c"])
+    assert len(counts) > 6 and max(counts) <= counts[2], counts
 
 
 def test_engine_refuses_foreign_weights(tmp_path: Path) -> None:

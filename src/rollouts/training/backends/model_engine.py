@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,31 @@ class _PendingPrompt:
     prompt: Any
     prompt_ids: list[int]
     result: Sample | Exception | None = None
+
+
+@dataclass(eq=False)
+class _Sampling:
+    """A logits processor that applies the temperature and keeps the log-probs of drawn tokens.
+
+    `generate` itself would keep the scores of the whole vocabulary for every token.
+    """
+
+    temperature: float
+    logprobs: list[Tensor] = field(default_factory=list)
+    """[prompts] for each drawn token."""
+    _distribution: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.note_drawn(input_ids[:, -1])
+        scores = scores / self.temperature
+        self._distribution = scores.float().log_softmax(dim=-1)
+        return scores
+
+    def note_drawn(self, tokens: Tensor) -> None:
+        """Look up the log-probs of [prompts] tokens, if they were drawn from the last distribution."""
+        if self._distribution is not None:
+            self.logprobs.append(self._distribution.gather(1, tokens[:, None]).squeeze(1))
+        self._distribution = None
 
 
 class ModelEngine:
@@ -125,28 +150,26 @@ class ModelEngine:
     def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
         """Completions and their log-probs; prompts are padded on the left."""
         width, device = max(map(len, prompts)), next(self.model.parameters()).device
-        pad = self._eos_ids[0]
+        pad, sampling = self._eos_ids[0], _Sampling(self.temperature)
         ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int(torch.randint(2**62, (1,), generator=self._generator)))
-            out = self.model.generate(
+            sequences = self.model.generate(
                 ids,
                 attention_mask=mask,
                 max_new_tokens=self.max_tokens,
                 do_sample=True,
-                temperature=self.temperature,
+                logits_processor=[sampling],
+                temperature=1.0,
                 top_k=0,
                 top_p=1.0,
                 pad_token_id=pad,
                 eos_token_id=self._eos_ids,
-                output_scores=True,
-                return_dict_in_generate=True,
             )
-        scores = torch.stack(out.scores, dim=1).float().log_softmax(dim=-1)  # [prompts, tokens, vocab]
-        sampled = out.sequences[:, width:]
-        logprobs = scores.gather(2, sampled[:, :, None]).squeeze(2).tolist()
-        completions = [self._cut(row) for row in sampled.tolist()]
+        sampling.note_drawn(sequences[:, -1])
+        logprobs = torch.stack(sampling.logprobs, dim=1).tolist()
+        completions = [self._cut(row) for row in sequences[:, width:].tolist()]
         return completions, [row[: len(tokens)] for row, tokens in zip(logprobs, completions, strict=True)]
 
     def _cut(self, tokens: list[int]) -> list[int]:
