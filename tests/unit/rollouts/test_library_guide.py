@@ -18,8 +18,20 @@ from prime_rl.orchestrator.advantages import build_advantages
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.utils.pydantic_config import parse_argv
-from rollouts.training import ModelEngine, RLTrainingConfig, RolloutBatch, Sample, Status
+from rollouts.training import (
+    AsyncRolloutManager,
+    DataBuffer,
+    ModelEngine,
+    PyTorchTrainingBackend,
+    RLTrainingConfig,
+    RolloutBatch,
+    RolloutConfig,
+    Sample,
+    Status,
+    run_rl_training,
+)
 from rollouts.training.loops.rl_loop import batch_advantages
+from rollouts.training.rl_losses import grpo_loss
 
 PAGE = Path(__file__).parents[3] / "docs" / "library.md"
 MODEL_DIR = str(resolve_model_dir("tiny-qwen3"))
@@ -104,6 +116,25 @@ def test_the_engine_keeps_no_scores_of_earlier_tokens() -> None:
     engine.model.register_forward_pre_hook(count)
     anyio.run(engine, ["a", "b", "c"])
     assert len(counts) > 6 and max(counts) <= counts[2], counts
+
+
+def test_a_resumed_run_draws_the_same_tokens(tmp_path: Path) -> None:
+    def train(name: str, num_steps: int, start: Path | None = None) -> list[dict[str, float]]:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL_DIR))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+        backend = PyTorchTrainingBackend(model, optimizer, grpo_loss, tmp_path / name)
+        engine = ModelEngine(model, AutoTokenizer.from_pretrained(MODEL_DIR), max_tokens=4)
+        if start is not None:
+            backend.start_from(start)
+        buffer = DataBuffer(["Write a.", "Which?"])
+        rollouts = RolloutConfig(2, 2, generate_fn=engine, reward_fn=lambda sample: len(set(sample.tokens)))
+        config = RLTrainingConfig(num_steps, sync_every=1, checkpoint_every=2)
+        manager = AsyncRolloutManager(buffer, rollouts)
+        return anyio.run(run_rl_training, backend, buffer, manager, [engine], config)
+
+    rows = train("a", 4)
+    assert train("b", 2, start=tmp_path / "a" / "step_2") == rows[2:]
 
 
 def test_engine_refuses_foreign_weights(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollouts.training.datasets.chat import render_chat
 from rollouts.training.manifests import MANIFEST_FILE, describe_tensors, read_manifest
+from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
 from rollouts.training.steps import parse_step
 from rollouts.training.types import Sample, Status
 
@@ -61,7 +62,8 @@ class ModelEngine:
     rendered as a user message if the tokenizer has a chat template, or a list of messages. Samples have the tokens, a
     loss mask over the completion, the log-probs under the sampling distribution and the version of the weights; a
     completion without an end token is `Status.TRUNCATED`. Concurrent calls are generated as one batch of at most
-    `max_batch_size`. Generation blocks the event loop; use a server for models that need more than one process.
+    `max_batch_size`; its draws depend on `seed`, the version and the number of batches before it. Generation blocks the
+    event loop; use a server for models that need more than one process.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class ModelEngine:
         self.tokenizer, self.max_tokens, self.temperature = tokenizer, max_tokens, temperature
         self.version, self.max_batch_size = 0, max_batch_size
         self._waiting: list[_PendingPrompt] = []
-        self._generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self._num_batches = 0  # since the weights were loaded
         eos = self.model.generation_config.eos_token_id
         self._eos_ids = [tokenizer.eos_token_id] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         # The model's own settings, such as min_p or beams, would sample from another distribution than the trainer's.
@@ -127,7 +130,8 @@ class ModelEngine:
             if wrong := sorted(name for name in listed.keys() | found.keys() if listed.get(name) != found.get(name)):
                 raise ValueError(f"{directory} does not match its manifest: {wrong[0]} differs")
         self._load(tensors)
-        self.version = parse_step(directory.name) or self.version + 1
+        step = parse_step(directory.name)
+        self.version, self._num_batches = self.version + 1 if step is None else step, 0
         return {"success": True, "version": self.version}
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -149,12 +153,14 @@ class ModelEngine:
     @torch.inference_mode()
     def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
         """Completions and their log-probs; prompts are padded on the left."""
+        self._num_batches += 1
         width, device = max(map(len, prompts)), next(self.model.parameters()).device
         pad, sampling = self._eos_ids[0], _Sampling(self.temperature)
         ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int(torch.randint(2**62, (1,), generator=self._generator)))
+            # By version, so that a resumed run, whose engine is new, draws the same tokens.
+            torch.manual_seed(sample_seed(self.seed, self.version, self._num_batches))
             sequences = self.model.generate(
                 ids,
                 attention_mask=mask,
