@@ -118,6 +118,30 @@ def test_the_engine_keeps_no_scores_of_earlier_tokens() -> None:
     assert len(counts) > 6 and max(counts) <= counts[2], counts
 
 
+def test_prompts_that_the_engine_takes_and_refuses() -> None:
+    engine = build_engine(max_tokens=3, temperature=2)
+    row = {"question": "hi", "answer": "ho"}
+    text, by_row = anyio.run(engine, ["hi", row])
+    start = text.loss_mask.index(1.0)
+    assert by_row.prompt == row and by_row.tokens[:start] == text.tokens[:start] and type(text.temperature) is float
+    with pytest.raises(ValueError, match="a prompt has the columns q: a prompt is one of"):
+        anyio.run(engine, [{"q": "hi"}])
+    engine.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="the prompt '' has no tokens"):
+        anyio.run(engine, [""])
+    with pytest.raises(ValueError, match="temperature a number above 0"):
+        build_engine(temperature=float("nan"))
+
+
+def test_a_model_without_an_end_token_goes_on_to_the_limit() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL_DIR))
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    model.generation_config.eos_token_id = tokenizer.eos_token = None
+    samples = anyio.run(ModelEngine(model, tokenizer, max_tokens=5), ["a", "a longer one"])
+    assert [(sample.response_length, sample.status) for sample in samples] == [(5, Status.TRUNCATED)] * 2
+
+
 def test_a_resumed_run_draws_the_same_tokens(tmp_path: Path) -> None:
     def train(name: str, num_steps: int, start: Path | None = None) -> list[dict[str, float]]:
         torch.manual_seed(0)

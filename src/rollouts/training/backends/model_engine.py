@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollouts.training.datasets.chat import render_chat
+from rollouts.training.datasets.prompts import read_prompt
 from rollouts.training.manifests import MANIFEST_FILE, describe_tensors, read_manifest
 from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
 from rollouts.training.steps import parse_step
@@ -59,11 +61,11 @@ class ModelEngine:
     """A `generate_fn` that samples from a copy of `model`, and the `InferenceEngine` that updates this copy.
 
     Pass it to `RolloutConfig(generate_fn=engine)` and in the list of engines of `run_rl_training`. A prompt is text,
-    rendered as a user message if the tokenizer has a chat template, or a list of messages. Samples have the tokens, a
-    loss mask over the completion, the log-probs under the sampling distribution and the version of the weights; a
-    completion without an end token is `Status.TRUNCATED`. Concurrent calls are generated as one batch of at most
-    `max_batch_size`; its draws depend on `seed`, the version and the number of batches before it. Generation blocks the
-    event loop; use a server for models that need more than one process.
+    rendered as a user message if the tokenizer has a chat template, a list of messages, or a row with one of these (see
+    `load_rl_prompts`). Samples have the tokens, a loss mask over the completion, the log-probs under the sampling
+    distribution and the version of the weights; a completion without an end token is `Status.TRUNCATED`. Concurrent
+    calls are generated as one batch of at most `max_batch_size`; its draws depend on `seed`, the version and the number
+    of batches before it. Generation blocks the event loop; use a server for models that need more than one process.
     """
 
     def __init__(
@@ -78,17 +80,18 @@ class ModelEngine:
     ) -> None:
         if not hasattr(model, "generate"):
             raise ValueError(f"{type(model).__name__} has no `generate`: pass a causal language model of transformers")
-        if max_tokens < 1 or max_batch_size < 1 or temperature <= 0:
-            raise ValueError("max_tokens and max_batch_size must be at least 1, and temperature above 0")
+        if max_tokens < 1 or max_batch_size < 1 or not 0 < temperature < math.inf:
+            raise ValueError("max_tokens and max_batch_size must be at least 1, and temperature a number above 0")
         own: Any = copy.deepcopy(model)
         self.model = own.eval().requires_grad_(False)
-        self.tokenizer, self.max_tokens, self.temperature = tokenizer, max_tokens, temperature
+        self.tokenizer, self.max_tokens, self.temperature = tokenizer, max_tokens, float(temperature)
         self.version, self.max_batch_size = 0, max_batch_size
         self._waiting: list[_PendingPrompt] = []
         self.seed = seed
         self._num_batches = 0  # since the weights were loaded
         eos = self.model.generation_config.eos_token_id
-        self._eos_ids = [tokenizer.eos_token_id] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        eos = tokenizer.eos_token_id if eos is None else eos
+        self._eos_ids: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         # The model's own settings, such as min_p or beams, would sample from another distribution than the trainer's.
         self.model.generation_config = type(own.generation_config)()
 
@@ -145,8 +148,11 @@ class ModelEngine:
         self.model.load_state_dict(dict(tensors), strict=False)
 
     def _encode(self, prompt: Any) -> list[int]:
+        prompt = read_prompt(prompt, "a prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(prompt, str) and not self.tokenizer.chat_template:
-            return list(self.tokenizer.encode(prompt))
+            if not (ids := list(self.tokenizer.encode(prompt))):
+                raise ValueError(f"the prompt {prompt!r} has no tokens: give the model a text to continue")
+            return ids
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return render_chat(self.tokenizer, messages)
 
@@ -155,7 +161,7 @@ class ModelEngine:
         """Completions and their log-probs; prompts are padded on the left."""
         self._num_batches += 1
         width, device = max(map(len, prompts)), next(self.model.parameters()).device
-        pad, sampling = self._eos_ids[0], _Sampling(self.temperature)
+        pad, sampling = (self._eos_ids or [0])[0], _Sampling(self.temperature)  # padding is masked: any token will do
         ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -171,7 +177,7 @@ class ModelEngine:
                 top_k=0,
                 top_p=1.0,
                 pad_token_id=pad,
-                eos_token_id=self._eos_ids,
+                eos_token_id=self._eos_ids or None,
             )
         sampling.note_drawn(sequences[:, -1])
         logprobs = torch.stack(sampling.logprobs, dim=1).tolist()
