@@ -86,7 +86,7 @@ class NanochatTrainer:
         for part in gathered:
             everything.merge(TokenStats.decode(part))
         norms = {n: float(p.grad.norm()) for n, p in self.model.named_parameters() if p.grad is not None}
-        report = self.stepper.step() if teaches else self.stepper.skip("all samples of the step were equally good")
+        report = self.stepper.step() if teaches else self.stepper.skip("all rewards were equal", is_failure=False)
         return StepResult(report, everything.summary(), sum(len(s.tokens) for s in teaches), sync_s, norms)
 
     @torch.no_grad()

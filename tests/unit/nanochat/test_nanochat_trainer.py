@@ -103,3 +103,20 @@ def test_a_step_reports_how_long_ranks_synchronized(model: GPT) -> None:
         top_k=50,
     )
     assert 0 <= learner.learn(make_samples()).sync_s <= time.perf_counter() - began
+
+
+def test_steps_without_advantages_do_not_end_a_run(model: GPT) -> None:
+    mine = deepcopy(model)
+    learner = NanochatTrainer(
+        mine,
+        torch.optim.SGD(mine.parameters(), lr=1.0),
+        PolicyLoss(PRESETS["reinforce"]),
+        ranks=Ranks(),
+        micro_batch_size=8,
+    )
+    samples = make_samples()
+    for sample in samples:
+        sample.advantages = [0.0] * len(sample.tokens)
+    reports = [learner.learn(samples).report for _ in range(8)]
+    assert [report.step for report in reports] == list(range(1, 9)) and all(report.skipped for report in reports)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), mine.parameters(), strict=True))

@@ -90,13 +90,16 @@ class OptimizerStep:
         self._skipped_in_a_row = 0
         return StepReport(self.num_steps, grad_norm, lr)
 
-    def skip(self, reason: str, grad_norm: float = 0.0, *, begins_step: bool = True) -> StepReport:
+    def skip(
+        self, reason: str, grad_norm: float = 0.0, *, begins_step: bool = True, is_failure: bool = True
+    ) -> StepReport:
         """Count a skipped update; the schedule advances with the step, and so does the limit: further updates on a bad
-        batch fail for the same reason."""
+        batch fail for the same reason. `is_failure`: false for a batch without any gradient, which has no limit.
+        """
         lr = self._begin(begins_step)
         self.optimizer.zero_grad(set_to_none=True)
         self.num_skipped += 1
-        self._skipped_in_a_row += begins_step
+        self._skipped_in_a_row += begins_step and is_failure
         if self._skipped_in_a_row >= self.max_skipped:
             raise FloatingPointError(
                 f"{self._skipped_in_a_row} steps in a row were skipped, the last because {reason}: "
