@@ -77,8 +77,7 @@ def read_arguments(builder: ConfigBuilder, argv: Sequence[str]) -> Arguments:
         with builder.collect_errors():
             position = _read_argument(builder, argv, position, files, options)
         if len(builder.errors) > num_errors:  # continue with the next option or file
-            is_file = _is_option(argv[position]) and argv[position + 1 : position + 2] == ["@"]
-            position += 2 if is_file else 1
+            position += 2 if _is_before_file(argv, position) else 1
             while position < len(argv) and not _is_option(argv[position]) and argv[position] != "@":
                 position += 1
     return Arguments(files, options)
@@ -89,8 +88,7 @@ def _read_argument(
 ) -> int:
     """Append the option or file at `position`; returns the position of the next one."""
     word = argv[position]
-    is_before_file = position + 1 < len(argv) and argv[position + 1] == "@"
-    if word == "@" or (_is_option(word) and is_before_file and not _is_switch(builder, word)):
+    if word == "@" or (_is_before_file(argv, position) and not _is_switch(builder, word)):
         path = () if word == "@" else _section(builder, word)
         position += 1 if word == "@" else 2
         if position >= len(argv) or _is_option(argv[position]):
@@ -212,6 +210,12 @@ def _nearby(path: Path) -> str:
 
 def _is_option(word: str) -> bool:
     return word.startswith("--") and word[2:3].isalpha()
+
+
+def _is_before_file(argv: Sequence[str], position: int) -> bool:
+    """Whether an option without a value of its own stands before `@ file`."""
+    word = argv[position]
+    return _is_option(word) and "=" not in word and argv[position + 1 : position + 2] == ["@"]
 
 
 def _is_switch(builder: ConfigBuilder, word: str) -> bool:

@@ -195,6 +195,16 @@ def test_a_file_behind_a_switch_is_for_the_whole_config(switch: str, tmp_path: P
     assert config == parse("@", file, switch) and config.max_steps == 4
 
 
+@pytest.mark.parametrize("option", ["--model.name=x", "--loud=False", "--model.lora=None"])
+def test_an_option_with_its_value_may_stand_before_a_file(option: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("max_steps = 4\n")
+    file = str(tmp_path / "run.toml")
+    assert parse(option, "@", file) == parse("@", file, option) and parse(option, "@", file).max_steps == 4
+    with pytest.raises(ConfigError) as caught:
+        parse("--stepz=3", "@", str(tmp_path / "missing.toml"))
+    assert len(caught.value.problems) == 2, "files behind a wrong option are read, too"
+
+
 def test_lines_of_keys() -> None:
     text = '# top\na = 1\n[s]\n"b.c" = """\nfake = 1\n"""\nd.e = 2\n[[t]]\nx = 1\n[t.in]\ny = 1\n[[t]]  # two\nx = 2\n'
     lines = find_lines(text)
