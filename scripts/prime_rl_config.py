@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from nanochat.env_file import ENV_FILE, read_env_file
+from prime_rl.configuration.errors import COMMAND_LINE
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigError, parse_argv
 from rollouts.training.objectives import PRESETS, AdvantageChoice, Objective
 
@@ -293,52 +294,83 @@ def resolve(
     config: PrimeRLTrainConfig, given: Mapping[str, str], num_ranks: int, environ: Mapping[str, str]
 ) -> Resolved:
     """Resolve every documented argument from its sources."""
-    values: dict[str, Any] = {}
-    sources = {name: given[name] for name in PrimeRLTrainConfig.model_fields if name in given}
+    draft = _Draft(config, {name: given[name] for name in PrimeRLTrainConfig.model_fields if name in given})
     notes = list(config.notes)
-
-    def fill(name: str, value: Any, source: str) -> None:
-        if name not in sources and value is not None:
-            values[name], sources[name] = value, source
-
     for name, keys in TOML_KEYS.items():
         for key in keys:
             if (found := _find(config, key)) is not None and (source := _source_of(key, given)):
-                fill(name, found, source)
+                draft.fill(name, found, source)
     files = read_env_file(ENV_FILE)
     for name, variable in VARIABLES.items():
-        fill(name, environ.get(variable) or None, f"${variable}")
-        fill(name, files.get(variable) or None, f"{ENV_FILE} {variable}")
+        draft.fill(name, environ.get(variable) or None, f"${variable}")
+        draft.fill(name, files.get(variable) or None, f"{ENV_FILE} {variable}")
     if config.model is not None:
-        for name, value in _read_model(config.model).items():
-            fill(name, value, _source_of("model", given) or "model")
-    merged = config.model_copy(update=values)
-    if merged.learning_rate is not None:
-        for name, ratio in RATIOS.items():
-            fill(name, merged.learning_rate * ratio, "learning_rate")
-        fill("init_lr_frac", 1.0, "learning_rate")
-    _fill_batch(merged, given, num_ranks, fill, notes)
-    merged = config.model_copy(update=values)
+        _fill_model(draft, config.model, _source_of("model", given) or "model")
+    if (rate := draft.get("learning_rate")) is not None:
+        source = draft.sources.get("learning_rate", "")
+        for name, value in {**{name: rate * ratio for name, ratio in RATIOS.items()}, "init_lr_frac": 1.0}.items():
+            draft.fill(name, value, source, label="learning_rate")
+    _fill_batch(draft, given, num_ranks, notes)
+    merged = config.model_copy(update=draft.values)
     _check(merged, notes)
-    return Resolved(merged, sources, notes)
+    return Resolved(merged, draft.sources, notes)
 
 
-def _fill_batch(
-    config: PrimeRLTrainConfig, given: Mapping[str, str], num_ranks: int, fill: Any, notes: list[str]
-) -> None:
-    """Sequences per rank (the TOML key) to whole groups over all ranks."""
-    args = config.trainer.args
-    source = _source_of("trainer.args.per_device_train_batch_size", given)
-    if args.per_device_train_batch_size is None or source is None:
+class _Draft:
+    """Values of documented arguments with their sources, which are ranked by `_rank`; of equal ones the first wins."""
+
+    def __init__(self, config: PrimeRLTrainConfig, sources: dict[str, str]) -> None:
+        self.config, self.sources = config, sources
+        self.values: dict[str, Any] = {}
+
+    def get(self, name: str) -> Any:
+        """The present value of an argument."""
+        return self.values.get(name, getattr(self.config, name))
+
+    def fill(self, name: str, value: Any, source: str, label: str | None = None) -> None:
+        """Set an argument unless it has a value of an equal or higher source; None is no value.
+
+        `label` is the source in messages.
+        """
+        if value is not None and (name not in self.sources or _rank(self.sources[name]) < _rank(source)):
+            self.values[name], self.sources[name] = value, label or source
+
+
+def _rank(source: str) -> int:
+    """Precedence of a source: the command line, TOML files, environment variables, `.env`."""
+    if source == COMMAND_LINE:
+        return 3
+    if source.startswith(f"{ENV_FILE} "):
+        return 0
+    return 1 if source.startswith(("env ", "$")) else 2
+
+
+def _fill_model(draft: _Draft, name: str, source: str) -> None:
+    """The parts of `model`; its step only with its own source and tag."""
+    parts = _read_model(name)
+    step = parts.pop("step")
+    for part, value in parts.items():
+        draft.fill(part, value, source)
+    if all(value in (None, draft.get(part)) for part, value in parts.items()):
+        draft.fill("step", step, source)
+
+
+def _fill_batch(draft: _Draft, given: Mapping[str, str], num_ranks: int, notes: list[str]) -> None:
+    """Sequences per rank (the TOML keys) to whole groups over all ranks."""
+    args = draft.config.trainer.args
+    keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    sources = [source for key in keys if (source := _source_of(f"trainer.args.{key}", given))]
+    if args.per_device_train_batch_size is None or not sources:
         return
+    num_samples = draft.get("num_samples")
     sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_ranks
-    groups = math.ceil(sequences / config.num_samples)
-    if groups * config.num_samples != sequences:
+    groups = math.ceil(sequences / num_samples)
+    if groups * num_samples != sequences:
         notes.append(
-            f"{sequences} sequences per step are no whole number of groups of {config.num_samples}: taking {groups} "
-            f"groups, {groups * config.num_samples} sequences"
+            f"{sequences} sequences per step are no whole number of groups of {num_samples}: taking {groups} "
+            f"groups, {groups * num_samples} sequences"
         )
-    fill("examples_per_step", groups, source)
+    draft.fill("examples_per_step", groups, max(sources, key=_rank))
 
 
 def _check(config: PrimeRLTrainConfig, notes: list[str]) -> None:

@@ -112,6 +112,44 @@ def test_precedence_cli_file_environment_env_file(tmp_path: Path) -> None:
     assert resolved.config.env_id == "me/mine" and resolved.sources["wandb_project"].startswith("f.toml")
 
 
+@pytest.mark.parametrize(
+    ("text", "argv", "values"),
+    [
+        (
+            "matrix_lr = 0.5\ninit_lr_frac = 0.1\nunembedding_lr = 0.3",
+            ["--learning_rate=1e-4", "--unembedding_lr=0.2"],
+            {"matrix_lr": 1e-4, "embedding_lr": 1e-3, "unembedding_lr": 0.2, "init_lr_frac": 1.0},
+        ),
+        ("matrix_lr = 0.5\n[trainer.args]\nlearning_rate = 0.1", [], {"matrix_lr": 0.5, "embedding_lr": 1.0}),
+        ("max_steps = 30", ["--trainer.args.max_steps=5"], {"max_steps": 5}),
+        ("max_steps = 30\n[trainer.args]\nmax_steps = 20", [], {"max_steps": 30}),
+        ("num_eval_examples = 400", ["--env.args", "num_eval_examples=10"], {"num_eval_examples": 10}),
+        ('[trainer.args]\nrun_name = "a"', ["--wandb.name=b"], {"run": "b"}),
+        ("examples_per_step = 9", ["--trainer.args.per_device_train_batch_size=32"], {"examples_per_step": 2}),
+        (
+            'source = "mid"\nmodel_tag = "d20"',
+            ["--model=nanochat-rl:d32@7"],
+            {"source": "rl", "model_tag": "d32", "step": 7},
+        ),
+        ('model = "nanochat-sft:d32@500"', ["--model_tag=d20"], {"source": "sft", "model_tag": "d20", "step": None}),
+        ('model = "nanochat-sft@500"', ["--model_tag=d20"], {"source": "sft", "model_tag": "d20", "step": 500}),
+    ],
+)
+def test_the_higher_source_wins_whatever_the_name(
+    text: str, argv: list[str], values: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "f.toml").write_text(text)
+    config = parse("f.toml", *argv).config
+    assert {name: getattr(config, name) for name in values} == pytest.approx(values)
+
+
+def test_files_win_over_variables_whatever_the_name(tmp_path: Path) -> None:
+    (tmp_path / "f.toml").write_text("[trainer.args]\nmax_steps = 20\n")
+    assert parse("f.toml", PRIME_MAX_STEPS="5").config.max_steps == 20
+    assert parse(PRIME_MAX_STEPS="5").config.max_steps == 5
+    assert parse(PRIME_WANDB_PROJECT="a", WANDB_PROJECT="b").config.wandb_project == "a"
+
+
 def test_sample_counts_are_passed_to_the_environment() -> None:
     assert parse().env_args == {"num_train_examples": 2000, "num_eval_examples": 254, "seed": 42}
     assert parse("--env_id=other", "--seed=3").env_args == {"seed": 3}
