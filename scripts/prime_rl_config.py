@@ -30,36 +30,36 @@ class EnvSection(BaseConfig):
 class TrainerArgs(BaseConfig):
     """Trainer arguments under the names of the TOML files; each sets one of the documented arguments."""
 
-    learning_rate: float | None = None
+    learning_rate: float | None = Field(None, gt=0)
     """Learning rate of the matrices; embedding 10 times and head 0.2 times as much."""
-    rollouts_per_example: int | None = None
+    rollouts_per_example: int | None = Field(None, ge=1)
     """num_samples."""
-    max_steps: int | None = None
+    max_steps: int | None = Field(None, ge=1)
     """max_steps."""
-    per_device_train_batch_size: int | None = None
+    per_device_train_batch_size: int | None = Field(None, ge=1)
     """device_batch_size."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int = Field(1, ge=1)
     """With per_device_train_batch_size: sequences of a rank per step, rounded up to whole groups."""
-    eval_steps: int | None = None
+    eval_steps: int | None = Field(None, ge=1)
     """eval_every."""
-    save_steps: int | None = None
+    save_steps: int | None = Field(None, ge=1)
     """save_every."""
-    logging_steps: int | None = None
+    logging_steps: int | None = Field(None, ge=1)
     """log_every."""
-    temperature: float | None = None
+    temperature: float | None = Field(None, gt=0)
     """temperature."""
-    top_k: int | None = None
+    top_k: int | None = Field(None, ge=0)
     """top_k."""
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = Field(None, ge=1)
     """max_new_tokens."""
-    weight_decay: float | None = None
+    weight_decay: float | None = Field(None, ge=0)
     """weight_decay."""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = Field(None, ge=0)
     """warmup_steps."""
-    max_grad_norm: float | None = None
+    max_grad_norm: float | None = Field(None, gt=0)
     """max_grad_norm."""
-    report_to: list[Literal["wandb", "none"]] | None = None
-    """wandb, or none for local files only."""
+    report_to: list[Literal["wandb", "none"]] = ["wandb"]
+    """wandb; none or an empty list for local files only."""
     run_name: str | None = None
     """run."""
 
@@ -132,13 +132,13 @@ class PrimeRLTrainConfig(BaseConfig):
     """Sample from the k most probable tokens; None or 0: from all."""
     learning_rate: float | None = Field(None, gt=0)
     """Sets matrix_lr, embedding_lr (10 times it), unembedding_lr (0.2 times it) and init_lr_frac 1."""
-    unembedding_lr: float = 0.004
+    unembedding_lr: float = Field(0.004, ge=0)
     """Learning rate of the head, for a width of 768."""
-    embedding_lr: float = 0.2
+    embedding_lr: float = Field(0.2, ge=0)
     """Learning rate of the embedding, for a width of 768."""
-    matrix_lr: float = 0.02
+    matrix_lr: float = Field(0.02, ge=0)
     """Learning rate of the matrices (Muon)."""
-    weight_decay: float = 0.0
+    weight_decay: float = Field(0.0, ge=0)
     """Weight decay of head and embedding."""
     init_lr_frac: float = Field(0.05, gt=0)
     """Initial fraction of all learning rates, which then decay linearly to 0."""
@@ -150,9 +150,9 @@ class PrimeRLTrainConfig(BaseConfig):
     """Epochs over the training questions."""
     max_steps: int | None = Field(None, ge=1)
     """Maximum number of steps, overriding epochs."""
-    num_train_examples: int = 2000
+    num_train_examples: int = Field(2000, ge=-1)
     """Training questions; -1: all."""
-    num_eval_examples: int = 254
+    num_eval_examples: int = Field(254, ge=-1)
     """Held-out questions; -1: all."""
     eval_examples: int = Field(400, ge=1)
     """Maximum number of questions per evaluation."""
@@ -380,6 +380,12 @@ def _check(config: PrimeRLTrainConfig, notes: list[str]) -> None:
         raise ConfigError(
             "distributed: every parameter is used and gradients travel in one message here: set "
             "find_unused_parameters = false and gradient_as_bucket_view = true, or leave both out"
+        )
+    args = config.trainer.args
+    if args.gradient_accumulation_steps > 1 and args.per_device_train_batch_size is None:
+        raise ConfigError(
+            f"trainer.args.gradient_accumulation_steps = {args.gradient_accumulation_steps} has no effect alone: set "
+            "trainer.args.per_device_train_batch_size too, or examples_per_step instead of both"
         )
     build_objective(config)
 

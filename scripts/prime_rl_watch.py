@@ -41,7 +41,7 @@ class RunLogger:
         directory = get_base_dir() / "prime_rl_runs" / config.run
         resolved = redact_fields(config.model_dump(mode="json"))
         self.runs.append(OfflineWandbRun(directory, config.run, resolved))
-        if config.trainer.args.report_to != ["none"]:
+        if "wandb" in config.trainer.args.report_to:
             with plain_output():  # wandb replaces the `write` of the streams that it finds
                 run = setup_prime_rl_wandb(
                     config.wandb_project,

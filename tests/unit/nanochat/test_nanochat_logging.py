@@ -9,7 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,9 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
 from scripts.prime_rl_config import normalize_argv, parse_arguments  # noqa: E402
-from scripts.prime_rl_watch import describe_ranks  # noqa: E402
+from scripts.prime_rl_watch import RunLogger, describe_ranks  # noqa: E402
 
+from rollouts.training.backends.ranks import Ranks  # noqa: E402
 from rollouts.training.types import Sample  # noqa: E402
 
 FIGURES = ("reward_landscape_3d", "advantage_distribution", "gradient_flow", "loss_surface", "pass_at_k")
@@ -315,6 +316,21 @@ def test_a_run_that_does_not_open_is_kept_offline(
         assert isinstance(setup_prime_rl_wandb(run_name="dummy" if value == "online" else "x"), OfflineWandbRun)
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert isinstance(setup_prime_rl_wandb(run_name="x"), OfflineWandbRun) and "not installed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "is_opened"), [("[]", False), ('["none"]', False), ('["wandb"]', True), ('["none", "wandb"]', True)]
+)
+def test_report_to_decides_about_wandb(
+    given: str, is_opened: bool, tmp_path: Path, no_account: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    (tmp_path / "f.toml").write_text(f"[trainer.args]\nreport_to = {given}\n")
+    config = parse_arguments(["@", "f.toml"], 1, {}).config
+    RunLogger(SimpleNamespace(config=config, num_steps=1, ranks=Ranks()))  # type: ignore[arg-type]
+    assert bool(wandb.asked) == is_opened
 
 
 # .env and configurations --------------------------------------------------------------------------------------------

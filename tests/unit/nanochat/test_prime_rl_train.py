@@ -180,6 +180,32 @@ def test_mistakes_are_reported_with_a_fix(argv: list[str], output: str) -> None:
         parse(*argv)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "max_steps = -1",
+        "eval_steps = 0",
+        "save_steps = -1",
+        "logging_steps = 0",
+        "temperature = 0",
+        "top_k = -1",
+        "learning_rate = -1.0",
+        "max_new_tokens = 0",
+        "warmup_steps = -5",
+        "weight_decay = -0.1",
+        "max_grad_norm = 0.0",
+        "rollouts_per_example = 0",
+        "per_device_train_batch_size = 0",
+        "gradient_accumulation_steps = 0",
+        "gradient_accumulation_steps = 4",
+    ],
+)
+def test_values_of_files_have_the_bounds_of_options(line: str, tmp_path: Path) -> None:
+    (tmp_path / "f.toml").write_text(f"[trainer.args]\n{line}\n")
+    with pytest.raises(ConfigError, match=f"trainer.args.{line.split()[0]}"):
+        parse("f.toml")
+
+
 def test_objectives_are_rows_with_options_over_them() -> None:
     assert parse().objective.name == "reinforce" and parse().objective.advantage.baseline == "mean"
     assert parse("--async_level=1").objective.name == "aipo"
