@@ -275,7 +275,8 @@ async def train(trainer: Trainer, watch: RunLogger) -> None:
             await trainer.publish(step)
             manager.release(step)  # unblocks: rollouts by the new version
             if is_last or step % config.save_every == 0:
-                trainer.save(step, manager.state_dict())
+                # Each rank has the samples of its own groups only, and all ranks resume with the state of rank 0.
+                trainer.save(step, manager.state_dict(keep_ready=trainer.ranks.size == 1))
             watch.log(step, metrics, samples, learned)
 
 

@@ -255,6 +255,37 @@ def test_a_resumed_stream_may_have_another_batch_size(size: int, level: int) -> 
     run(main)
 
 
+def test_ranks_that_share_groups_resume_from_the_state_of_one() -> None:
+    """Rank r generates the groups r, r + 2, ...; others are placeholders without tokens."""
+
+    def build(rank: int) -> AsyncRolloutManager:
+        async def generate(group_index: int, prompt: str) -> list[Sample]:
+            is_own = group_index % 2 == rank
+            return [Sample(prompt, tokens=[group_index], loss_mask=[1.0])] if is_own else [Sample(prompt)]
+
+        return AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(2), generate_group=generate, slots=6)
+
+    async def main() -> None:
+        async with build(0) as manager:
+            await manager.generate_batch()
+            await manager.wait_until_idle()
+            state = json.loads(json.dumps(manager.state_dict(keep_ready=False)))
+        assert state["partial_samples"] == [] and [group["group_index"] for group in state["returned"]] == [2, 3, 4, 5]
+        tokens: list[int] = []
+        for rank in range(2):
+            resumed = build(rank)
+            resumed.load_state_dict(state)
+            resumed.tokens.check([])
+            async with resumed:
+                for _ in range(3):
+                    tokens += [token for sample in (await resumed.generate_batch()).samples for token in sample.tokens]
+                    resumed.release(resumed.step_count)
+                conserved(resumed.groups)
+        assert sorted(tokens) == list(range(2, 8)), "each group once, by its own rank"
+
+    run(main)
+
+
 def test_drops_have_reasons_and_starvation_raises() -> None:
     async def main() -> None:
         for slots in (None, 4):

@@ -241,15 +241,22 @@ class AsyncRolloutManager:
             for scope in self._running.values():
                 scope.cancel()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state, serializable as JSON; running groups are saved as returned and run again after loading."""
+    def state_dict(self, *, keep_ready: bool = True) -> dict[str, Any]:
+        """The state, serializable as JSON; running groups are saved as returned and run again after loading.
+
+        `keep_ready`: false saves finished groups as returned, too. Processes that share the groups of a batch, each
+        with samples of its own groups only, can then load the state of one of them.
+        """
+        tokens = self.tokens.state_dict()
+        if not keep_ready:
+            tokens["running"] += count_sampled(self.ready_samples)
         return {
             "version": STATE_VERSION,
             "buffer_state": self.data_buffer.save_state(),
             "step_count": self.step_count,
             "unreleased": [o.to_list() for batch in self._unreleased for o in batch.outcomes],
-            "tokens": self.tokens.state_dict(),
-            **self.groups.state_dict(),
+            "tokens": tokens,
+            **self.groups.state_dict(keep_ready=keep_ready),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -155,17 +155,21 @@ class GroupBuffer:
         settled = sorted(i for i in self._outcomes if i <= self._last_taken and i not in self._ready)
         return [self._outcomes.pop(index) for index in settled]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state, serializable as JSON. Groups in flight are saved as returned: they run again after loading."""
-        open_groups = sorted({**self.returned, **self.in_flight}.items())
+    def state_dict(self, *, keep_ready: bool = True) -> dict[str, Any]:
+        """The state, serializable as JSON. Groups in flight are saved as returned: they run again after loading; ready
+        groups, too, unless `keep_ready`.
+        """
+        ready = self._ready if keep_ready else {}
+        unfinished = {index: position for index, position in self._positions.items() if index not in ready}
+        open_groups = sorted({**self.returned, **self.in_flight, **unfinished}.items())
         return {
             "next_group_index": self.next_group_index,
             "num_emitted": self.num_emitted,
             "drops": {str(reason): count for reason, count in self.drops.items()},
             "rejected_streak": self.rejected_streak,
             "returned": [{"group_index": index, "position": position} for index, position in open_groups],
-            "outcomes": [[i, *outcome.to_list()] for i, outcome in sorted(self._outcomes.items())],
-            "partial_samples": [sample.to_dict() for _, group in sorted(self._ready.items()) for sample in group],
+            "outcomes": [[i, *out.to_list()] for i, out in sorted(self._outcomes.items()) if i not in unfinished],
+            "partial_samples": [sample.to_dict() for _, group in sorted(ready.items()) for sample in group],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
