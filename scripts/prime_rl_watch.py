@@ -33,14 +33,28 @@ class RunLogger:
     """Rank 0 prints, and logs metrics and figures to `prime_rl_runs/RUN` and Weights & Biases; others are silent."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, config = trainer, trainer.config
+        self.trainer = trainer
         self.tracker = RLMetricsTracker(max_history=max(1000, trainer.num_steps + 1))
         self.runs: list[Any] = []
+
+    def begin(self, step: int) -> None:
+        """Open the outputs of a run that has taken `step` steps, unless it is complete.
+
+        A resumed run keeps the lines up to `step`; those of an earlier run with this name are moved to `attempts/N`.
+        """
+        trainer, config = self.trainer, self.trainer.config
         if trainer.ranks.rank:
             return
-        directory = get_base_dir() / "prime_rl_runs" / config.run
+        if 0 < step == trainer.num_steps:
+            print(f"note: this run has taken all of its {step} steps", flush=True)
+            return
         resolved = redact_fields(config.model_dump(mode="json"))
-        self.runs.append(OfflineWandbRun(directory, config.run, resolved))
+        local = OfflineWandbRun(get_base_dir() / "prime_rl_runs" / config.run, config.run, resolved)
+        if config.resume:
+            local.continue_from(step)
+        elif (folder := RunDir(local.directory).archive(local.files)) is not None:
+            print(f"note: metrics of an earlier run moved to {folder}", flush=True)
+        self.runs.append(local)
         if "wandb" in config.trainer.args.report_to:
             with plain_output():  # wandb replaces the `write` of the streams that it finds
                 run = setup_prime_rl_wandb(
@@ -50,19 +64,9 @@ class RunLogger:
                     config.wandb.tags,
                     entity=config.wandb_entity,
                     notes=config.wandb.run_notes,
-                    log_dir=directory,
+                    log_dir=local.directory,
                 )
             self.runs += [] if isinstance(run, OfflineWandbRun) else [run]
-
-    def begin(self, step: int) -> None:
-        """Keep the lines up to `step` of a resumed run; move those of an earlier one with this name to `attempts/N`."""
-        if not self.runs:
-            return
-        local = self.runs[0]
-        if self.trainer.config.resume:
-            local.continue_from(step)
-        elif (folder := RunDir(local.directory).archive(local.files)) is not None:
-            print(f"note: metrics of an earlier run moved to {folder}", flush=True)
 
     def is_drawn(self, step: int) -> bool:
         """Whether figures are drawn at this step."""

@@ -200,12 +200,14 @@ class OfflineWandbRun:
         return [self._lines.path, self.directory / SUMMARY_FILE, self.directory / FIGURES_DIR]
 
     def continue_from(self, step: int) -> None:
-        """Drop the lines after `step`, which a resumed run repeats."""
+        """Drop the lines after `step`, which a resumed run repeats; the summary is that of the others."""
         path = self._lines.path
         rows = list(load_jsonl(path))
         kept = [row for row in rows if row.get("step", 0) <= step]
         if len(kept) < len(rows):
             replace_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
+        for row in kept:
+            self.summary |= {name: value for name, value in row.items() if name != "timestamp" and value is not None}
 
     def log(self, data: Mapping[str, Any]) -> None:
         """Append a line of metrics, and write other values as figures."""
@@ -219,7 +221,9 @@ class OfflineWandbRun:
                 self._write_figure(name, value)
 
     def finish(self) -> None:
-        """Write the summary."""
+        """Write the summary of what was logged, if anything was."""
+        if not self.summary:
+            return
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / SUMMARY_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self.summary)))
 

@@ -318,6 +318,17 @@ def test_a_run_that_does_not_open_is_kept_offline(
     assert isinstance(setup_prime_rl_wandb(run_name="x"), OfflineWandbRun) and "not installed" in caplog.text
 
 
+def test_a_resumed_run_keeps_its_earlier_summary(tmp_path: Path) -> None:
+    for step, data in ((1, {"a": 1.0, "b": 5.0}), (2, {"a": 2.0}), (3, {"a": 3.0})):
+        OfflineWandbRun(tmp_path, "x").log({"step": step, **data})
+    run = OfflineWandbRun(tmp_path, "x")
+    run.continue_from(2)
+    run.log({"step": 3, "c": 4.0})
+    run.finish()
+    OfflineWandbRun(tmp_path, "x").finish()  # logged nothing, writes nothing
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"step": 3, "a": 2.0, "b": 5.0, "c": 4.0}
+
+
 @pytest.mark.parametrize(
     ("given", "is_opened"), [("[]", False), ('["none"]', False), ('["wandb"]', True), ('["none", "wandb"]', True)]
 )
@@ -329,7 +340,7 @@ def test_report_to_decides_about_wandb(
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     (tmp_path / "f.toml").write_text(f"[trainer.args]\nreport_to = {given}\n")
     config = parse_arguments(["@", "f.toml"], 1, {}).config
-    RunLogger(SimpleNamespace(config=config, num_steps=1, ranks=Ranks()))  # type: ignore[arg-type]
+    RunLogger(SimpleNamespace(config=config, num_steps=1, ranks=Ranks())).begin(0)  # type: ignore[arg-type]
     assert bool(wandb.asked) == is_opened
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,17 @@ def test_a_resume_of_another_run_is_refused(base: Path) -> None:
         with pytest.raises(ValueError, match=words):
             train("--max_steps=1", "--resume", *options)
     assert json.loads((own / "step_1" / "metadata.json").read_text()) == metadata
+
+
+@pytest.mark.parametrize("option", ["--temperature=0.5", "--temperature=1.0"])
+def test_a_resume_without_steps_leaves_the_metrics(base: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = base / "prime_rl_runs" / "dummy"
+    train("--max_steps=1")
+    before = {name: (own / name).read_bytes() for name in ("summary.json", "metrics.jsonl")}
+    monkeypatch.setattr("scripts.prime_rl_watch.setup_prime_rl_wandb", None)  # must not be called
+    with nullcontext() if option.endswith("1.0") else pytest.raises(ValueError, match="belongs to another run"):
+        train("--max_steps=1", "--resume", "--trainer.args.report_to=wandb", option)
+    assert {name: (own / name).read_bytes() for name in before} == before
 
 
 def test_a_run_does_not_begin_in_its_own_directory(base: Path) -> None:
