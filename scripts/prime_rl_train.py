@@ -104,6 +104,8 @@ class Trainer:
         self.client = ChatClient(Engine(served, self.tokenizer, dtype=dtype), generating, config.max_new_tokens)
         self.eval_client = ChatClient(Engine(self.model, self.tokenizer, dtype=dtype), self.learning)
         self.evaluation: dict[str, float] = {}
+        self.resumed_run: str | None = None
+        """Name of the run whose checkpoint was resumed."""
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -211,7 +213,8 @@ class Trainer:
 
         place = find_checkpoint("prime_rl", self.tag)
         moments, state = read_progress(place.directory)
-        if differences := find_differences(read_json_file(place.meta_path), self.describe()):
+        saved = read_json_file(place.meta_path)
+        if differences := find_differences(saved, self.describe()):
             raise ValueError(
                 f"{place.directory} belongs to another run ({', '.join(differences)}): resume with the same arguments, "
                 "or begin a new run without --resume, which moves these checkpoints to attempts/"
@@ -225,6 +228,7 @@ class Trainer:
         restore_optimizer(self.model, self.optimizer, moments, str(place.directory))
         self.learner.stepper.load_state(state["stepper"])
         manager.load_state_dict(state["manager"])
+        self.resumed_run = saved.get("config", {}).get("run", self.config.run)
         return place.step
 
 

@@ -40,7 +40,7 @@ class RunLogger:
     def begin(self, step: int) -> None:
         """Open the outputs of a run that has taken `step` steps, unless it is complete.
 
-        A resumed run keeps the lines up to `step`; those of an earlier run with this name are moved to `attempts/N`.
+        A resumed run keeps the lines up to `step`; those of another run with this name are moved to `attempts/N`.
         """
         trainer, config = self.trainer, self.trainer.config
         if trainer.ranks.rank:
@@ -50,7 +50,7 @@ class RunLogger:
             return
         resolved = redact_fields(config.model_dump(mode="json"))
         local = OfflineWandbRun(get_base_dir() / "prime_rl_runs" / config.run, config.run, resolved)
-        if config.resume:
+        if trainer.resumed_run == config.run:
             local.continue_from(step)
         elif (folder := RunDir(local.directory).archive(local.files)) is not None:
             print(f"note: metrics of an earlier run moved to {folder}", flush=True)

@@ -340,7 +340,8 @@ def test_report_to_decides_about_wandb(
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     (tmp_path / "f.toml").write_text(f"[trainer.args]\nreport_to = {given}\n")
     config = parse_arguments(["@", "f.toml"], 1, {}).config
-    RunLogger(SimpleNamespace(config=config, num_steps=1, ranks=Ranks())).begin(0)  # type: ignore[arg-type]
+    trainer = SimpleNamespace(config=config, num_steps=1, ranks=Ranks(), resumed_run=None)
+    RunLogger(trainer).begin(0)  # type: ignore[arg-type]
     assert bool(wandb.asked) == is_opened
 
 

@@ -49,6 +49,10 @@ def train(*options: str) -> None:
     assert run(config) == 0
 
 
+def steps(directory: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_a_new_run_moves_earlier_checkpoints_aside(base: Path) -> None:
     own = base / "prime_rl_checkpoints" / "d1"
     train("--max_steps=3")
@@ -64,9 +68,6 @@ def test_a_new_run_moves_earlier_checkpoints_aside(base: Path) -> None:
 def test_runs_do_not_mix_their_metrics(base: Path) -> None:
     own = base / "prime_rl_runs" / "dummy"
 
-    def steps(directory: Path) -> list[int]:
-        return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
     train("--max_steps=3")
     train("--max_steps=3", "--seed=7")
     assert steps(own) == steps(own / "attempts" / "1") == [0, 1, 2, 3]
@@ -75,6 +76,16 @@ def test_runs_do_not_mix_their_metrics(base: Path) -> None:
     shutil.rmtree(base / "prime_rl_checkpoints" / "d1" / "step_3")
     train("--max_steps=3", "--seed=7", "--resume")
     assert steps(own) == [0, 1, 2, 3] and (own / "metrics.jsonl").read_text().splitlines()[:3] == before
+
+
+def test_a_resume_under_another_name_begins_new_metrics(base: Path) -> None:
+    runs = base / "prime_rl_runs"
+    train("--max_steps=2", "--run=b", "--seed=7")
+    train("--max_steps=2", "--run=a")
+    shutil.rmtree(base / "prime_rl_checkpoints" / "d1" / "step_2")
+    train("--max_steps=2", "--run=b", "--resume")
+    assert steps(runs / "b") == [2] and steps(runs / "b" / "attempts" / "1") == [0, 1, 2]
+    assert steps(runs / "a") == [0, 1, 2]
 
 
 def test_a_resume_of_another_run_is_refused(base: Path) -> None:
