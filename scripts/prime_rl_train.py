@@ -191,6 +191,20 @@ class Trainer:
             "env_args": self.resolved.env_args,
         }
 
+    def lock(self, stack: ExitStack) -> None:
+        """Lock the directories that this run writes; `ValueError` if another run writes to one of them."""
+        from nanochat.checkpoint_manager import prime_rl_dir
+        from nanochat.common import get_base_dir
+        from prime_rl.runtime.run_dir import lock_file
+
+        def enter() -> None:
+            runs = get_base_dir() / "prime_rl_runs" / self.config.run
+            for directory, option in ((prime_rl_dir(self.tag), "--model_tag"), (runs, "--run")):
+                message = f"another run writes to {directory}: choose another {option} or NANOCHAT_BASE_DIR"
+                stack.enter_context(lock_file(directory / ".lock-run", message))
+
+        self.ranks.run_on_rank0(enter)
+
     def archive_earlier_run(self) -> None:
         """Move checkpoints of an earlier run of this model to `attempts/N`: `--resume` would continue with them."""
         from nanochat.checkpoint_manager import prime_rl_dir
@@ -357,9 +371,10 @@ def run(config: PrimeRLTrainConfig) -> int:
 
     config = resolved.config
     find_source(config)  # before anything that takes time
-    with open_ranks(config.device) as ranks, ExitStack() as threads:
+    with open_ranks(config.device) as ranks, ExitStack() as stack:
         env = load_environment(config.env_id, resolved.env_args)
-        trainer = Trainer(resolved, ranks, env, threads)
+        trainer = Trainer(resolved, ranks, env, stack)
+        trainer.lock(stack)
         if ranks.rank == 0:
             for note in resolved.notes:
                 print(f"note: {note}")

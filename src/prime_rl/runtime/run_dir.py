@@ -223,23 +223,31 @@ class Attempts:
 
 
 @contextmanager
-def lock_output_dir(out: Path, *parts: str) -> Iterator[None]:
-    """Exclusive lock on the `parts` (see `RunDir.lock`) of a run directory, released when this process exits.
+def lock_file(path: Path, message: str) -> Iterator[None]:
+    """Exclusive lock on a file, which is created, released when this process exits.
 
-    Raises `ValueError` if another process has it. Without effect on a file system without locks.
+    Raises `ValueError` with `message` if another process has it. Without effect on a file system without locks.
     """
     import fcntl
 
-    out.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(message) from None
+        except OSError:
+            pass
+        yield
+
+
+@contextmanager
+def lock_output_dir(out: Path, *parts: str) -> Iterator[None]:
+    """Exclusive lock on the `parts` (see `RunDir.lock`) of a run directory, as `lock_file`."""
+    message = f"output_dir {out} is in use by another run: choose another --output-dir"
     with contextlib.ExitStack() as stack:
         for part in parts:
-            file = stack.enter_context(RunDir(out).lock(part).open("w"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"output_dir {out} is in use by another run: choose another --output-dir") from None
-            except OSError:
-                break
+            stack.enter_context(lock_file(RunDir(out).lock(part), message))
         yield
 
 

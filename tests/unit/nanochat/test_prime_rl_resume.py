@@ -15,6 +15,7 @@ from scripts.prime_rl_train import run
 from nanochat.checkpoint_manager import save_checkpoint
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import NanochatTokenizer
+from prime_rl.runtime.run_dir import lock_file
 from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.steps import complete_steps
 
@@ -86,6 +87,18 @@ def test_a_resume_under_another_name_begins_new_metrics(base: Path) -> None:
     train("--max_steps=2", "--run=b", "--resume")
     assert steps(runs / "b") == [2] and steps(runs / "b" / "attempts" / "1") == [0, 1, 2]
     assert steps(runs / "a") == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("directory", "option"), [("prime_rl_checkpoints/d1", "--model_tag"), ("prime_rl_runs/dummy", "--run")]
+)
+def test_two_runs_do_not_write_to_one_directory(base: Path, directory: str, option: str) -> None:
+    train("--max_steps=1")
+    with lock_file(base / directory / ".lock-run", ""):
+        with pytest.raises(ValueError, match=f"{directory}: choose another {option} or NANOCHAT_BASE_DIR"):
+            train("--max_steps=1", "--seed=7")
+        assert not (base / directory / "attempts").exists()
+    train("--max_steps=1", "--seed=7")
 
 
 def test_a_resume_of_another_run_is_refused(base: Path) -> None:
