@@ -15,7 +15,6 @@ With `--async_level=L` generation runs ahead of training, by L versions at most.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import os
 import sys
@@ -163,7 +162,7 @@ class Trainer:
 
     def save(self, step: int, progress: dict[str, Any]) -> None:
         """Publish `prime_rl_checkpoints/TAG/step_N`, from rank 0, with the state for an exact resume."""
-        from nanochat.checkpoint_manager import prime_rl_dir, write_model, write_progress
+        from nanochat.checkpoint_manager import DIGEST_KEY, prime_rl_dir, write_model, write_progress
         from rollouts.training.backends.checkpoint import collect_optimizer
         from rollouts.training.steps import publish_step
 
@@ -171,7 +170,7 @@ class Trainer:
         metadata = {
             "step": step,
             "model_config": self.model.config.to_meta(),
-            "tokenizer": hashlib.sha256(self.tokenizer.inner.to_str().encode()).hexdigest(),
+            DIGEST_KEY: self.tokenizer.digest,
             "evaluation": self.evaluation,
             **self.describe(),
         }
@@ -221,13 +220,14 @@ class Trainer:
 
     def resume(self, manager: Any) -> int:
         """Take over the last checkpoint of this model; returns its step."""
-        from nanochat.checkpoint_manager import find_checkpoint, load_state, read_progress
+        from nanochat.checkpoint_manager import check_tokenizer, find_checkpoint, load_state, read_progress
         from rollouts.training.backends.checkpoint import read_tensors, restore_optimizer
         from rollouts.training.json_files import read_json_file
 
         place = find_checkpoint("prime_rl", self.tag)
         moments, state = read_progress(place.directory)
         saved = read_json_file(place.meta_path)
+        check_tokenizer(saved, self.tokenizer, place.model_path)
         if differences := find_differences(saved, self.describe()):
             raise ValueError(
                 f"{place.directory} belongs to another run ({', '.join(differences)}): resume with the same arguments, "

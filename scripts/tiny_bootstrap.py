@@ -69,7 +69,7 @@ def bootstrap(config: TinyBootstrapConfig) -> None:
     """Train the tokenizer, then the model, and write both to the base directory."""
     import torch
 
-    from nanochat.checkpoint_manager import save_checkpoint
+    from nanochat.checkpoint_manager import DIGEST_KEY, save_checkpoint
     from nanochat.common import get_base_dir, resolve_device
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.learner import NanochatTrainer, NLLLoss
@@ -114,9 +114,25 @@ def bootstrap(config: TinyBootstrapConfig) -> None:
         if step % 50 == 0 or step == config.num_steps:
             print(f"step {step}/{config.num_steps}  loss {learned.stats['loss/mean']:.3f}", flush=True)
     tag = config.model_tag or f"d{config.depth}"
-    path = save_checkpoint("sft", tag, config.num_steps, model, {"user_config": config.model_dump()}, flat=True)
+    archive_checkpoints(tag)
+    metadata = {"user_config": config.model_dump(), DIGEST_KEY: tokenizer.digest}
+    path = save_checkpoint("sft", tag, config.num_steps, model, metadata, flat=True)
     print(f"wrote {path} in {time.process_time() - began:.0f} CPU seconds")
     print("next: python -m scripts.prime_rl_train @ examples/nanochat/tiny/prime_rl.toml")
+
+
+def archive_checkpoints(tag: str) -> None:
+    """Move earlier checkpoints of a tag to `attempts/N`: their tokenizer is replaced, and the last step is loaded."""
+    from nanochat.checkpoint_manager import SOURCES, list_checkpoints
+    from nanochat.common import get_base_dir
+    from prime_rl.runtime.run_dir import RunDir
+
+    root = get_base_dir() / SOURCES["sft"] / tag
+    places = list_checkpoints(root).values()
+    flat = [path for place in places if place.directory == root for path in (place.model_path, place.meta_path)]
+    folder = RunDir(root).archive([*flat, *(place.directory for place in places if place.directory != root)])
+    if folder is not None:
+        print(f"note: checkpoints of an earlier model moved to {folder}")
 
 
 def look_for_equals(model: GPT) -> None:

@@ -28,6 +28,8 @@ SOURCES = {
     "prime_rl": "prime_rl_checkpoints",
 }
 MODEL_FILE, METADATA_FILE, OPTIMIZER_FILE, STATE_FILE = "model.pt", "metadata.json", "optimizer.bin", "state.json"
+DIGEST_KEY = "tokenizer_sha256"
+"""Metadata: the digest of the tokenizer that the model was trained with."""
 BOOTSTRAP = "python -m scripts.tiny_bootstrap"
 
 
@@ -61,13 +63,21 @@ def load_model(
     place = find_checkpoint(source, model_tag, step)
     model, meta = read_model(place, resolve_device(device))
     tokenizer = get_tokenizer()
-    if tokenizer.get_vocab_size() != model.config.vocab_size:
-        raise ValueError(
-            f"{place.model_path} has {model.config.vocab_size} tokens and the tokenizer of {get_base_dir()} "
-            f"{tokenizer.get_vocab_size()}: copy the tokenizer it was trained with to {get_base_dir() / 'tokenizer'}"
-        )
+    check_tokenizer(meta, tokenizer, place.model_path)
     model.train(phase == "train")
     return model, tokenizer, meta
+
+
+def check_tokenizer(meta: Mapping[str, Any], tokenizer: NanochatTokenizer, path: Path) -> None:
+    """Raise `ValueError` if the model of `path` was trained with another tokenizer, as far as its metadata tells."""
+    num_tokens = meta["model_config"]["vocab_size"]
+    if tokenizer.get_vocab_size() != num_tokens:
+        problem = f"has {num_tokens} tokens and the tokenizer of {get_base_dir()} {tokenizer.get_vocab_size()}"
+    elif meta.get(DIGEST_KEY, tokenizer.digest) != tokenizer.digest:
+        problem = f"was trained with another tokenizer than that of {get_base_dir()}"
+    else:
+        return
+    raise ValueError(f"{path} {problem}: copy the tokenizer it was trained with to {get_base_dir() / 'tokenizer'}")
 
 
 def find_checkpoint(source: str, model_tag: str | None = None, step: int | None = None) -> CheckpointLocation:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
+import json
 import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -99,6 +101,11 @@ class NanochatTokenizer:
         """Write `tokenizer.json`."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         self.inner.save(str(Path(directory) / TOKENIZER_FILE))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the vocabulary, to tell tokenizers of equal size apart."""
+        return hashlib.sha256(json.dumps(sorted(self.inner.get_vocab().items())).encode()).hexdigest()
 
     def get_vocab_size(self) -> int:
         """Number of ids, including special ones."""

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts.tiny_bootstrap import look_for_equals
+from scripts.tiny_bootstrap import TinyBootstrapConfig, bootstrap, look_for_equals
 
 from nanochat.chat_client import ChatClient
-from nanochat.checkpoint_manager import find_checkpoint, load_model, save_checkpoint
+from nanochat.checkpoint_manager import DIGEST_KEY, find_checkpoint, load_model, save_checkpoint
 from nanochat.common import resolve_device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import build_optimizer
@@ -327,6 +327,29 @@ def test_missing_checkpoint_error_lists_existing_ones(base_dir: Path, tokenizer:
         load_model("prime_rl", "cpu")
     with pytest.raises(ValueError, match="window_pattern"):
         GPTConfig.from_meta({"window_pattern": "SSSL"})
+
+
+def test_another_tokenizer_of_equal_size_is_refused(base_dir: Path, tokenizer: NanochatTokenizer) -> None:
+    model = make_model(GPTConfig(8, tokenizer.get_vocab_size(), 1, 1, 1, 8))
+    save_checkpoint("sft", "d1", 1, model, {DIGEST_KEY: tokenizer.digest})
+    assert load_model("sft", "cpu")[1].digest == tokenizer.digest
+    other = NanochatTokenizer.train(
+        ["quite other words that make other pairs than those above 88 77"] * 5, tokenizer.get_vocab_size()
+    )
+    assert other.get_vocab_size() == tokenizer.get_vocab_size()
+    other.save(base_dir / "tokenizer")
+    with pytest.raises(ValueError, match="was trained with another tokenizer than that of"):
+        load_model("sft", "cpu")
+
+
+def test_a_new_bootstrap_archives_the_earlier_model(base_dir: Path, one_thread: None) -> None:
+    root, model = base_dir / "chatsft_checkpoints" / "d1", make_model(GPTConfig(8, 300, 1, 1, 1, 8))
+    save_checkpoint("sft", "d1", 500, model, {}, flat=True)
+    save_checkpoint("sft", "d1", 700, model, {})
+    bootstrap(TinyBootstrapConfig(depth=1, num_steps=1, num_examples=8, batch_size=2, device="cpu"))
+    assert load_model("sft", "cpu")[2]["step"] == 1
+    kept = {path.name for path in (root / "attempts" / "1").iterdir()}
+    assert kept == {"model_000500.pt", "meta_000500.json", "step_700"}
 
 
 def test_tokens_begin_by_attending_to_their_like() -> None:

@@ -134,6 +134,13 @@ def test_a_resume_without_steps_leaves_the_metrics(base: Path, option: str, monk
     assert {name: (own / name).read_bytes() for name in before} == before
 
 
+def test_a_resume_with_another_tokenizer_is_refused(base: Path) -> None:
+    train("--max_steps=1")
+    NanochatTokenizer.train(["quite other words that make other pairs 88 77"] * 4, 280).save(base / "tokenizer")
+    with pytest.raises(ValueError, match="was trained with another tokenizer than that of"):
+        train("--max_steps=1", "--resume")
+
+
 def test_a_run_does_not_begin_in_its_own_directory(base: Path) -> None:
     train("--max_steps=1")
     with pytest.raises(ValueError, match=r"copy it to .*chatrl_checkpoints/d1 and use --source=rl"):
