@@ -36,6 +36,7 @@ class RunLogger:
         self.trainer = trainer
         self.tracker = RLMetricsTracker(max_history=max(1000, trainer.num_steps + 1))
         self.runs: list[Any] = []
+        self.last_error: str | None = None
 
     def begin(self, step: int) -> None:
         """Open the outputs of a run that has taken `step` steps, unless it is complete.
@@ -90,6 +91,7 @@ class RunLogger:
         config, tracker = self.trainer.config, self.tracker
         rates = {f"train/lr_{group['name']}": float(group["lr"]) for group in self.trainer.optimizer.param_groups}
         tracker.log_metrics(step, {k: v for k, v in metrics.items() if not k.startswith(EVALUATION)} | rates)
+        self._report_failures(step, samples)
         whole = [s for s in samples if s.status != Status.FAILED]
         if whole:
             tracker.log_rollout(
@@ -113,6 +115,13 @@ class RunLogger:
             log_prime_rl_metrics_to_wandb(run, step, tracker, create_visualizations=self.is_drawn(step) and step > 0)
         if step % config.log_every == 0 or step == self.trainer.num_steps or evaluation:
             print(describe_step(step, self.trainer.num_steps, tracker.get_wandb_summary(step)), flush=True)
+
+    def _report_failures(self, step: int, samples: Sequence[Sample]) -> None:
+        """Print the first error of the step's rollouts, unless it was the last one printed."""
+        errors = [s.error for s in samples if s.status == Status.FAILED]
+        if errors and errors[0] != self.last_error:
+            self.last_error = errors[0]
+            print(f"warning: step {step}: {len(errors)} rollouts failed, the first: {errors[0]}", flush=True)
 
     def close(self) -> None:
         """Flush pending output and print the output paths."""

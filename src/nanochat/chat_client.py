@@ -132,18 +132,22 @@ async def run_rollouts(
     return await env.run_group(row, client, "nanochat", arguments)
 
 
+def is_scored(rollout: Rollout) -> bool:
+    """Whether the rollout has its reward: neither it nor a reward function failed."""
+    return not rollout.failed and rollout.error_type != "RewardError"
+
+
 def group_samples(client: ChatClient, rollouts: Sequence[Rollout], group_index: int) -> list[Sample]:
-    """The samples of a group; a failed rollout becomes a sample with an error and no tokens."""
+    """The samples of a group; a rollout without its reward becomes a sample with an error and no tokens."""
     samples = []
     for index, rollout in enumerate(rollouts):
-        metadata = {"metrics": rollout.metrics, "completion_error": rollout.error}
-        if rollout.failed or not rollout.turns:
+        if not is_scored(rollout) or not rollout.turns:
             error = rollout.error or "the rollout has no tokens"
             samples.append(
                 Sample(rollout.prompt, status=Status.FAILED, error=error, group_index=group_index, index=index)
             )
             continue
         for sample in rollout_to_samples(rollout, group_index=group_index, index=index):
-            sample.loss_mask, sample.metadata = client.loss_mask(sample), metadata
+            sample.loss_mask, sample.metadata = client.loss_mask(sample), {"metrics": rollout.metrics}
             samples.append(sample)
     return samples

@@ -10,7 +10,7 @@ import anyio
 import msgspec
 import torch
 
-from nanochat.chat_client import ChatClient, run_rollouts
+from nanochat.chat_client import ChatClient, is_scored, run_rollouts
 from nanochat.engine import Engine
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.backends.ranks import Ranks
@@ -22,13 +22,14 @@ ROWS_AT_ONCE = 32
 
 
 class QuestionScore(msgspec.Struct):
-    """Results of one question: number of correct samples, rewards, lengths and the environment's metrics."""
+    """Results of one question: correct and failed samples, rewards, lengths and the environment's metrics."""
 
     index: int
     correct: int
     rewards: list[float]
     lengths: list[int]
     metrics: dict[str, list[float]]
+    failed: int = 0
     letter_right: bool | None = None
 
 
@@ -78,6 +79,7 @@ def summarize_scores(scored: Sequence[QuestionScore]) -> dict[str, float]:
     out["accuracy"] = fmean(shares)
     out["accuracy_se"] = float(torch.tensor(shares).std(correction=0)) / len(shares) ** 0.5
     out["samples"] = float(sum(len(s.rewards) for s in scored))
+    out["failed"] = sum(s.failed for s in scored) / out["samples"]
     out["reward"] = fmean(fmean(s.rewards) for s in scored)
     out["mean_length"] = fmean(fmean(s.lengths) for s in scored)
     for name in sorted({name for s in scored for name in s.metrics}):
@@ -88,15 +90,17 @@ def summarize_scores(scored: Sequence[QuestionScore]) -> dict[str, float]:
 
 
 def _score(index: int, rollouts: Sequence[Rollout]) -> QuestionScore:
-    """A sample is correct with exact match 1, else with reward 1; a failed rollout is incorrect."""
+    """A sample is correct with exact match 1, else with reward 1; one without its reward is failed and incorrect."""
     scored = QuestionScore(index, 0, [], [], {})
     for rollout in rollouts:
-        scored.rewards.append(0.0 if rollout.failed else rollout.reward)
+        has_reward = is_scored(rollout)
+        scored.failed += not has_reward
+        scored.rewards.append(rollout.reward if has_reward else 0.0)
         scored.lengths.append(sum(len(turn.completion_ids) for turn in rollout.turns))
         for name, value in rollout.metrics.items():
             scored.metrics.setdefault(name.removesuffix("_reward"), []).append(value)
         right = rollout.metrics.get("exact_match_reward", rollout.reward)
-        scored.correct += not rollout.failed and right >= 1.0
+        scored.correct += has_reward and right >= 1.0
     return scored
 
 

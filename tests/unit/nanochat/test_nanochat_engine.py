@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from nanochat.calculator import use_calculator
-from nanochat.chat_client import ChatClient, group_samples
+from nanochat.chat_client import ChatClient, group_samples, run_rollouts
 from nanochat.engine import Completion, Engine, Request
+from nanochat.evaluation import evaluate, summarize_scores
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import NanochatTokenizer
 from rollouts.agents import Turn
 from rollouts.training.agent_integration import Rollout
+from rollouts.training.backends.ranks import Ranks
+from rollouts.training.environments.protocol import Row
 from rollouts.training.sampling import keep_top_k
-from rollouts.training.types import Message
+from rollouts.training.types import Message, Status
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +150,28 @@ def test_equal_rollouts_do_not_train_on_tool_output(tokenizer: NanochatTokenizer
     completion = [*[1.0] * len(requested), *[0.0] * forced, 1.0]
     masks = [sample.loss_mask for sample in group_samples(client, rollouts, 0)]
     assert masks == [[*[0.0] * (len(masks[0]) - len(completion)), *completion]] * 3
+
+
+class WithErrors:
+    """An environment whose reward function fails for every second rollout, with the reward that `verifiers` gives."""
+
+    async def run_group(self, row: Row, client: Any, model: str, sampling: list[Any]) -> list[Rollout]:
+        good = Rollout(prompt="", turns=[Turn([1], [2], [-0.5])], reward=1.0)
+        bad = Rollout(prompt="", turns=good.turns, reward=1.0, error_type="RewardError", error="KeyError: 'x'")
+        return [bad if i % 2 else good for i in range(len(sampling))]
+
+
+def test_rollouts_whose_reward_function_raised_are_failed(tokenizer: NanochatTokenizer) -> None:
+    env: Any = WithErrors()
+    engine = Engine(Scripted(GPTConfig(64, tokenizer.get_vocab_size(), 1, 1, 1, 8), [0]), tokenizer)
+    client = ChatClient(engine, None)  # type: ignore[arg-type]
+    rollouts = asyncio.run(run_rollouts(env, client, {}, 4, (0, 0), {}))
+    samples = group_samples(client, rollouts, 0)
+    assert [sample.status for sample in samples] == [Status.COMPLETED, Status.FAILED] * 2
+    assert samples[1].error == "KeyError: 'x'" and not samples[1].tokens
+    scored = asyncio.run(evaluate(env, client, [{}], Ranks(), num_samples=4, seed=0, sampling={}, letters=False))
+    summary = summarize_scores(scored)
+    assert (summary["accuracy"], summary["reward"], summary["failed"]) == (0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from contextlib import nullcontext
@@ -20,9 +21,18 @@ from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.steps import complete_steps
 
 ENVIRONMENT = """
-def load_environment(num_rows=4, seed=0):
+import itertools
+
+def load_environment(num_rows=4, seed=0, fails=False):
     rows = [{"prompt": f"Say {number}", "answer": ""} for number in range(num_rows)]
-    return {"dataset": rows, "rewards": lambda completion: float("a" in completion)}
+    calls = itertools.count()
+
+    def reward(completion):
+        if fails and next(calls) % 2:
+            raise KeyError("no score")
+        return float("a" in completion)
+
+    return {"dataset": rows, "rewards": reward}
 """
 ARGUMENTS = (
     "--env_id=own_letters --model_tag=d1 --run=dummy --trainer.args.report_to=none --device=cpu "
@@ -139,6 +149,11 @@ def test_a_resume_with_another_tokenizer_is_refused(base: Path) -> None:
     NanochatTokenizer.train(["quite other words that make other pairs 88 77"] * 4, 280).save(base / "tokenizer")
     with pytest.raises(ValueError, match="was trained with another tokenizer than that of"):
         train("--max_steps=1", "--resume")
+
+
+def test_the_first_error_of_a_rollout_is_printed(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train("--max_steps=1", "--env.args", "fails=true")
+    assert re.search(r"warning: step 1: 2 rollouts failed, the first: reward: KeyError", capsys.readouterr().out)
 
 
 def test_a_run_does_not_begin_in_its_own_directory(base: Path) -> None:
