@@ -47,7 +47,8 @@ class ChatClient:
     async def create(self, *, messages: Sequence[Message], **asked: Any) -> Any:
         """Complete a conversation, with the types of `openai`; non-sampling options are ignored.
 
-        `ValueError` for tools, which nanochat's chat format cannot show to the model.
+        `ValueError` for tools, which nanochat's chat format cannot show to the model, and as in `Engine.check`: here,
+        because an error in the engine would fail all requests of a batch.
         """
         extra = {**asked, **(asked.get("extra_body") or {})}
         if extra.get("tools"):
@@ -61,6 +62,7 @@ class ChatClient:
             extra.get("top_k"),
             int(extra.get("seed") or 0),
         )
+        self.engine.check(request)
         done = await self._ask(request)
         self.generated_tokens += len(done.tokens)
         return as_completion(_to_answer(request, done, self.version, tokenizer), chat=True)

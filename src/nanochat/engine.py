@@ -136,6 +136,24 @@ class Engine:
         names = ("python_start", "python_end", "output_start", "output_end")
         self._tool = {name: tokenizer.encode_special(f"<|{name}|>") for name in names}
 
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of prompt and answer: as far as the rotary tables reach."""
+        return 10 * self.model.config.sequence_len
+
+    def check(self, request: Request) -> None:
+        """Raise `ValueError` for a request that cannot be generated."""
+        if request.max_tokens < 1 or (request.top_k or 0) < 0:
+            raise ValueError(
+                f"max_tokens is {request.max_tokens} and top_k {request.top_k}: they must be at least 1 and 0"
+            )
+        length = len(request.prompt) + request.max_tokens
+        if length > self.max_length:
+            raise ValueError(
+                f"prompt and answer may have {length} tokens, the model reads at most {self.max_length}: "
+                "lower max_tokens or shorten the prompt"
+            )
+
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate all requests; results in the same order."""
         done: list[Completion] = [Completion() for _ in requests]
@@ -162,7 +180,7 @@ class Engine:
 
         A finished sample repeats its last token with mask 0. `max_tokens` None: as far as the rotary tables reach.
         """
-        limit = max_tokens or 10 * self.model.config.sequence_len - len(tokens)
+        limit = max_tokens or self.max_length - len(tokens)
         rows = [
             _Row(Request(tuple(tokens), limit, temperature, top_k, sample_seed(seed, 0, i)), i)
             for i in range(num_samples)
@@ -196,12 +214,9 @@ class Engine:
     def _decode(self, rows: list[_Row]) -> Iterator[list[_Row]]:
         """Generate for `rows` as a batch; yields rows that received a token."""
         config, device = self.model.config, self.model.get_device()
+        for row in rows:
+            self.check(row.request)
         longest = max(len(row.request.prompt) + row.request.max_tokens for row in rows)
-        if longest > 10 * config.sequence_len:
-            raise ValueError(
-                f"prompt and answer may have {longest} tokens, the model reads at most {10 * config.sequence_len}: "
-                "lower max_tokens"
-            )
         cache = NanochatKVCache(config, len(rows), longest, self.dtype, device)
         with autocast(device, self.dtype):
             logits = self._prefill(rows, cache)

@@ -106,14 +106,22 @@ def _score(index: int, rollouts: Sequence[Rollout]) -> QuestionScore:
 
 @torch.no_grad()
 def letter_is_right(engine: Engine, row: Row) -> bool | None:
-    """Whether the correct letter X is the most probable in a direct `Answer: X`; None for rows without a letter."""
+    """Whether the correct letter X is the most probable in a direct `Answer: X`.
+
+    None for rows without a letter, and for prompts that are no chat of the model or too long.
+    """
     answer = row.get("answer")
     if not isinstance(answer, str) or answer not in tuple(LETTERS):
         return None
     tokenizer, model = engine.tokenizer, engine.model
-    prompt = tokenizer.render_for_completion(row["prompt"])
+    try:
+        prompt = tokenizer.render_for_completion(row["prompt"])
+    except ValueError:
+        return None
     answers = [tokenizer.encode(f"Answer: {letter}") for letter in LETTERS]
     width = max(map(len, answers))
+    if len(prompt) + width > engine.max_length:
+        return None
     tokens = torch.tensor([[*prompt, *one, *[0] * (width - len(one))] for one in answers], device=model.get_device())
     table = model(tokens)[:, len(prompt) - 1 :].log_softmax(-1)
     totals = [float(table[i, range(len(one)), one].sum()) for i, one in enumerate(answers)]

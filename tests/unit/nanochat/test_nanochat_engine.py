@@ -12,7 +12,7 @@ import torch
 from nanochat.calculator import use_calculator
 from nanochat.chat_client import ChatClient, group_samples, run_rollouts
 from nanochat.engine import Completion, Engine, Request
-from nanochat.evaluation import evaluate, summarize_scores
+from nanochat.evaluation import evaluate, letter_is_right, summarize_scores
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import NanochatTokenizer
 from rollouts.agents import Turn
@@ -150,6 +150,28 @@ def test_equal_rollouts_do_not_train_on_tool_output(tokenizer: NanochatTokenizer
     completion = [*[1.0] * len(requested), *[0.0] * forced, 1.0]
     masks = [sample.loss_mask for sample in group_samples(client, rollouts, 0)]
     assert masks == [[*[0.0] * (len(masks[0]) - len(completion)), *completion]] * 3
+
+
+def test_a_wrong_request_fails_alone(model: GPT, tokenizer: NanochatTokenizer) -> None:
+    async def ask(client: ChatClient) -> list[Any]:
+        options: list[dict[str, Any]] = [{}, {"max_tokens": 640}, {"max_tokens": -1}, {"extra_body": {"top_k": -1}}]
+        asked = [client.create(messages=[{"role": "user", "content": "12?"}], **one) for one in options]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    with ThreadPoolExecutor(1) as executor:
+        good, *others = asyncio.run(ask(ChatClient(Engine(model, tokenizer), executor, 4)))
+    assert good.choices[0].token_ids
+    words = ("model reads at most 640: lower max_tokens or shorten the prompt", "at least 1 and 0", "at least 1 and 0")
+    assert all(text in str(error) for text, error in zip(words, others, strict=True))
+
+
+@pytest.mark.parametrize("content", ["12 " * 400, None])
+def test_letters_of_prompts_that_do_not_fit_are_not_scored(
+    model: GPT, tokenizer: NanochatTokenizer, content: str | None
+) -> None:
+    engine = Engine(model, tokenizer)
+    assert letter_is_right(engine, {"prompt": [{"role": "user", "content": "12"}], "answer": "A"}) is not None
+    assert letter_is_right(engine, {"prompt": [{"role": "user", "content": content}], "answer": "A"}) is None
 
 
 class WithErrors:
