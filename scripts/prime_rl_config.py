@@ -300,7 +300,7 @@ def resolve(
         for key in keys:
             if (found := _find(config, key)) is not None and (source := _source_of(key, given)):
                 draft.fill(name, found, source)
-    files = read_env_file(ENV_FILE)
+    files = read_env_file()
     for name, variable in VARIABLES.items():
         draft.fill(name, environ.get(variable) or None, f"${variable}")
         draft.fill(name, files.get(variable) or None, f"{ENV_FILE} {variable}")

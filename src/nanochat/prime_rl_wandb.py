@@ -22,6 +22,7 @@ from rollouts.training.metrics import JSONLLogger, load_jsonl
 DEFAULT_TAGS = ("prime-rl", "nanochat", "aquarat", "reinforcement-learning")
 SUMMARY_FILE, FIGURES_DIR = "summary.json", "viz"
 INIT_TIMEOUT_S = 60.0
+OFFLINE = "WANDB_MODE=offline keeps them for wandb sync"
 log = logging.getLogger("nanochat")
 
 
@@ -259,11 +260,11 @@ def setup_prime_rl_wandb(
         return OfflineWandbRun(directory, run_name or directory.name, config)
     key = read_variable("WANDB_API_KEY")
     if mode == "online" and not key and not _is_logged_in():
-        return _run_here(directory, run_name, config, "no WANDB_API_KEY and no `wandb login`")
+        return _run_here(directory, run_name, config, "no WANDB_API_KEY and no `wandb login`", OFFLINE)
     try:
         import wandb
     except ImportError:
-        return _run_here(directory, run_name, config, "wandb is not installed")
+        return _run_here(directory, run_name, config, "wandb is not installed", "pip install 'prime-rl[wandb]'")
     directory.mkdir(parents=True, exist_ok=True)
 
     def open_run(mode: str) -> Any:
@@ -312,8 +313,10 @@ def log_prime_rl_metrics_to_wandb(
         wandb_run.log({"step": step, **drawn})
 
 
-def _run_here(directory: Path, name: str | None, config: Mapping[str, Any] | None, reason: str) -> OfflineWandbRun:
-    log.warning("%s: metrics and figures go to %s (WANDB_MODE=offline keeps them for wandb sync)", reason, directory)
+def _run_here(
+    directory: Path, name: str | None, config: Mapping[str, Any] | None, reason: str, cure: str
+) -> OfflineWandbRun:
+    log.warning("%s: metrics and figures go to %s (%s)", reason, directory, cure)
     return OfflineWandbRun(directory, name or directory.name, config)
 
 

@@ -315,7 +315,8 @@ def test_a_run_that_does_not_open_is_kept_offline(
         monkeypatch.setenv(name, value)
         assert isinstance(setup_prime_rl_wandb(run_name="dummy" if value == "online" else "x"), OfflineWandbRun)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert isinstance(setup_prime_rl_wandb(run_name="x"), OfflineWandbRun) and "not installed" in caplog.text
+    assert isinstance(setup_prime_rl_wandb(run_name="x"), OfflineWandbRun)
+    assert "not installed" in caplog.text and "pip install 'prime-rl[wandb]'" in caplog.text
 
 
 def test_a_resumed_run_keeps_its_earlier_summary(tmp_path: Path) -> None:
@@ -355,6 +356,33 @@ def test_env_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("B", "3")
     assert (read_variable("B"), read_variable("C"), read_variable("D")) == ("3", "x # y", None)
+
+
+def test_env_files_are_found_up_to_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "outer" / "checkout" / "environments" / "mine"
+    folder.mkdir(parents=True)
+    checkout = folder.parents[1]
+    for path, value in ((tmp_path / "outer", "outer"), (checkout, "checkout")):
+        (path / ".env").write_text(f"OWN_NAME={value}\n")
+    (folder / "pyproject.toml").touch()
+    monkeypatch.chdir(folder)
+    assert read_variable("OWN_NAME") is None, "no parent is a checkout"
+    (checkout / "pyproject.toml").touch()
+    assert read_variable("OWN_NAME") == "checkout"
+    (checkout / ".env").unlink()
+    (tmp_path / "outer" / ".git").mkdir()
+    assert read_variable("OWN_NAME") is None, "the search ends at the checkout"
+    (folder / ".env").write_text("OWN_NAME=mine\n")
+    assert read_variable("OWN_NAME") == "mine"
+
+
+def test_env_files_of_other_editors(tmp_path: Path) -> None:
+    path = tmp_path / ".env"
+    path.write_bytes(b"\xef\xbb\xbfA=1\r\nB=2\r\n")
+    assert read_env_file(path) == {"A": "1", "B": "2"}
+    path.write_bytes("A=1\n".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"\.env is not a text file in UTF-8: save it as UTF-8"):
+        read_env_file(path)
 
 
 def test_the_template_has_the_five_keys() -> None:
