@@ -16,6 +16,7 @@ from prime_rl.configuration.command import run_command
 from prime_rl.utils.pydantic_config import BaseConfig
 
 SPLITS = ("train", "validation", "test")
+MANIFEST = "manifest.json"
 
 
 class PrepareAquaConfig(BaseConfig):
@@ -46,34 +47,39 @@ class PrepareAquaConfig(BaseConfig):
 
 
 def prepare(config: PrepareAquaConfig) -> int:
-    """Write `<split>.jsonl` and a manifest; the exit code."""
+    """Write `<split>.jsonl` and a manifest; the exit code. Earlier files of other splits are moved to `attempts/N`."""
     from nanochat.common import get_base_dir
+    from prime_rl.runtime.run_dir import RunDir
 
-    folder = Path(config.output_dir or get_base_dir() / "aqua")
-    source, read = choose_source(config)
-    counts = {}
-    for split in SPLITS:
-        rows = read(split, getattr(config, f"max_{split}"))
-        if rows is None:
-            print(f"{split}: not in {source}")
-            continue
-        write_rows(folder / f"{split}.jsonl", rows)
-        counts[split] = len(rows)
-        print(f"{split}: {len(rows)} rows -> {folder / f'{split}.jsonl'}")
-    if not counts:
+    folder = Path(config.output_dir or get_base_dir() / "aqua").expanduser()
+    source, read = choose_source(config, folder)
+    found = {split: rows for split in SPLITS if (rows := read(split, getattr(config, f"max_{split}"))) is not None}
+    if not found:
         raise ValueError(
             f"{source} has none of {', '.join(SPLITS)}: give a folder with train.json, dev.json or test.json"
         )
-    manifest = {"source": source, "rows": counts, "config": config.model_dump()}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    missing = [split for split in SPLITS if split not in found]
+    if archived := RunDir(folder).archive(folder / f"{split}.jsonl" for split in missing):
+        print(f"note: files of other data moved to {archived}")
+    for split in SPLITS:
+        if split in missing:
+            print(f"{split}: not in {source}")
+            continue
+        write_rows(folder / f"{split}.jsonl", found[split])
+        print(f"{split}: {len(found[split])} rows -> {folder / f'{split}.jsonl'}")
+    manifest = {"source": source, "rows": {k: len(v) for k, v in found.items()}, "config": config.model_dump()}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
 Read = Callable[[str, int], list[dict[str, Any]] | None]
 
 
-def choose_source(config: PrepareAquaConfig) -> tuple[str, Read]:
-    """Name of the source, and a function to its first raw rows of a split (None for a missing split)."""
+def choose_source(config: PrepareAquaConfig, target: Path) -> tuple[str, Read]:
+    """Name of the source, and a function to its first raw rows of a split (None for a missing split).
+
+    `ValueError` if the hub cannot be reached and `target` has data that generated problems would replace.
+    """
     from environments.nanochatAquaRat import aqua_files
 
     if config.data_dir is not None and config.synthetic:
@@ -87,9 +93,22 @@ def choose_source(config: PrepareAquaConfig) -> tuple[str, Read]:
         raw = {split: aqua_files.read_hub(split, config.cache_dir)[0] for split in SPLITS}
     except Exception as error:  # the hub raises a dozen kinds: offline, blocked, moved, full disk
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if has_real_data(target):
+            raise ValueError(
+                f"the hub cannot be reached ({reason}) and {target} has AQuA-RAT already: nothing was changed; "
+                "--synthetic replaces it by generated problems"
+            ) from error
         print(f"the hub cannot be reached ({reason}): making problems instead; --data_dir reads published files")
         return "made", lambda split, most: make_rows(config, split, most)
     return "hub", lambda split, most: [to_raw(row) for row in raw[split][: most if most >= 0 else None]]
+
+
+def has_real_data(folder: Path) -> bool:
+    """Whether a folder has splits that are not known to be generated."""
+    if not any((folder / f"{split}.jsonl").is_file() for split in SPLITS):
+        return False
+    manifest = folder / MANIFEST
+    return not manifest.is_file() or json.loads(manifest.read_text(encoding="utf-8")).get("source") != "made"
 
 
 def read_published(folder: Path, split: str, most: int) -> list[dict[str, Any]] | None:

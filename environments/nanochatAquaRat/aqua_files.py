@@ -23,16 +23,17 @@ def find_data_dir(data_dir: str | None, splits: Iterable[str]) -> Path | None:
     """
     splits = list(splits)
     named = {"data_dir": data_dir} | {name: os.environ.get(name) for name in ("NANOCHAT_AQUA_DIR", "AQUA_DATA_DIR")}
-    for name, folder in named.items():
-        if not folder:
+    for name, given in named.items():
+        if not given:
             continue
+        folder = Path(given).expanduser()
         for split in splits:
-            if find_file(Path(folder), split) is None:
+            if find_file(folder, split) is None:
                 raise ValueError(
                     f"{name} {folder}: it has no {split}.jsonl or {split}.json; name a split that is there, or write "
                     "all of them with prepare_aqua"
                 )
-        return Path(folder)
+        return folder
     base = os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"
     folder = Path(base).expanduser() / "aqua"
     return folder if all(find_file(folder, split) for split in splits) else None

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_client import play
+from scripts.prepare_aqua import PrepareAquaConfig, prepare
 from scripts.tiny_bootstrap import TinyBootstrapConfig, build_conversations
 
 ROOT = Path(__file__).parents[3]
@@ -28,6 +29,7 @@ sys.path.insert(0, str(ROOT / "environments" / "nanochatAquaRat"))
 import aqua_problems  # noqa: E402
 import nanochatAquaRat  # noqa: E402
 
+from prime_rl.utils.pydantic_config import parse_argv  # noqa: E402
 from rollouts.training.environments import load_environment  # noqa: E402
 
 DATA = Path(os.environ.get("PRIME_TEST_DATA", "/nowhere")) / "aqua"  # the original files
@@ -325,6 +327,54 @@ def test_where_files_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("NANOCHAT_AQUA_DIR")
     env = nanochatAquaRat.load_environment(num_train_examples=8, num_eval_examples=2)
     assert env.source == "made" and [r.levelname for r in caplog.records] == ["WARNING"]
+
+
+def test_a_data_dir_may_be_below_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prepare_aqua("--synthetic", "--output_dir=~/own", max_train=3, max_validation=2, max_test=2)
+    env = nanochatAquaRat.load_environment(data_dir="~/own")
+    assert env.source == str(tmp_path / "own") and len(env.dataset) == 3
+
+
+def prepare_aqua(*argv: str, **sizes: int) -> None:
+    config, _ = parse_argv(PrepareAquaConfig, [*argv, *(f"--{name}={size}" for name, size in sizes.items())], "x", {})
+    assert prepare(config) == 0
+
+
+def test_prepared_data_is_of_one_source(tmp_path: Path) -> None:
+    published, target = tmp_path / "published", tmp_path / "base" / "aqua"
+    published.mkdir()
+    rows = aqua_problems.build_problems(4, split="train", seed=0)
+    real = [{name: value for name, value in row.items() if name != "template"} for row in rows]
+    for split in ("train", "dev"):
+        (published / f"{split}.json").write_text("\n".join(map(json.dumps, real)))
+    prepare_aqua("--synthetic", max_train=3, max_validation=2, max_test=2)
+    prepare_aqua(f"--data_dir={published}")
+    assert sorted(path.name for path in target.glob("*.jsonl")) == ["train.jsonl", "validation.jsonl"]
+    assert [path.name for path in (target / "attempts" / "1").iterdir()] == ["test.jsonl"]
+
+
+def test_real_data_is_kept_when_the_hub_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_hub(split: str, cache_dir: str | None) -> tuple[list[Any], int]:
+        if is_offline:
+            raise ConnectionError("no network")
+        return [row for entry in rows if (row := nanochatAquaRat.read_row(entry))], 0
+
+    rows = aqua_problems.build_problems(4, split="train", seed=0)
+    monkeypatch.setattr("environments.nanochatAquaRat.aqua_files.read_hub", read_hub)
+    path = tmp_path / "base" / "aqua" / "train.jsonl"
+    is_offline = True
+    for _ in range(2):
+        prepare_aqua(max_train=3, max_validation=2, max_test=2)
+    assert len(path.read_text().splitlines()) == 3, "generated problems may be replaced"
+    is_offline = False
+    prepare_aqua()
+    real, is_offline = path.read_text(), True
+    with pytest.raises(ValueError, match=r"the hub cannot be reached \(no network\).*nothing was changed; --synthetic"):
+        prepare_aqua()
+    assert path.read_text() == real
+    prepare_aqua("--synthetic", max_train=3, max_validation=2, max_test=2)
+    assert len(path.read_text().splitlines()) == 3
 
 
 def test_messy_files(tmp_path: Path, caplog: Any) -> None:
