@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -387,6 +388,14 @@ def _check(config: PrimeRLTrainConfig, notes: list[str]) -> None:
             f"trainer.args.gradient_accumulation_steps = {args.gradient_accumulation_steps} has no effect alone: set "
             "trainer.args.per_device_train_batch_size too, or examples_per_step instead of both"
         )
+    for name, value in config.env.args.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"env.args.{name} = {value!r} cannot be saved with checkpoints: use text, finite numbers, true, false, "
+                "and lists and tables of them"
+            ) from None
     build_objective(config)
 
 

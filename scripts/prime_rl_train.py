@@ -183,12 +183,17 @@ class Trainer:
         self.ranks.run_on_rank0(lambda: publish_step(prime_rl_dir(self.tag), step, write))
 
     def describe(self) -> dict[str, Any]:
-        """The part of the metadata that a resumed run must have in common with the saved one."""
-        return {
-            "source": {"source": self.config.source, "model_tag": self.tag, "step": self.place.step},
-            "config": self.config.model_dump(mode="json"),
-            "env_args": self.resolved.env_args,
-        }
+        """The part of the metadata that a resumed run must have in common with the saved one, without secrets."""
+        from prime_rl.runtime.redaction import redact_fields
+
+        described: dict[str, Any] = redact_fields(
+            {
+                "source": {"source": self.config.source, "model_tag": self.tag, "step": self.place.step},
+                "config": self.config.model_dump(mode="json"),
+                "env_args": self.resolved.env_args,
+            }
+        )
+        return described
 
     def lock(self, stack: ExitStack) -> None:
         """Lock the directories that this run writes; `ValueError` if another run writes to one of them."""
@@ -221,6 +226,7 @@ class Trainer:
     def resume(self, manager: Any) -> int:
         """Take over the last checkpoint of this model; returns its step."""
         from nanochat.checkpoint_manager import check_tokenizer, find_checkpoint, load_state, read_progress
+        from prime_rl.runtime.redaction import redact_fields
         from rollouts.training.backends.checkpoint import read_tensors, restore_optimizer
         from rollouts.training.json_files import read_json_file
 
@@ -228,7 +234,7 @@ class Trainer:
         moments, state = read_progress(place.directory)
         saved = read_json_file(place.meta_path)
         check_tokenizer(saved, self.tokenizer, place.model_path)
-        if differences := find_differences(saved, self.describe()):
+        if differences := find_differences(redact_fields(saved), self.describe()):
             raise ValueError(
                 f"{place.directory} belongs to another run ({', '.join(differences)}): resume with the same arguments, "
                 "or begin a new run without --resume, which moves these checkpoints to attempts/"

@@ -16,6 +16,7 @@ from scripts.prime_rl_train import run
 from nanochat.checkpoint_manager import save_checkpoint
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import NanochatTokenizer
+from prime_rl.runtime import redaction
 from prime_rl.runtime.run_dir import lock_file
 from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.steps import complete_steps
@@ -23,7 +24,7 @@ from rollouts.training.steps import complete_steps
 ENVIRONMENT = """
 import itertools
 
-def load_environment(num_rows=4, seed=0, fails=False):
+def load_environment(num_rows=4, seed=0, fails=False, api_key=None):
     rows = [{"prompt": f"Say {number}", "answer": ""} for number in range(num_rows)]
     calls = itertools.count()
 
@@ -154,6 +155,20 @@ def test_a_resume_with_another_tokenizer_is_refused(base: Path) -> None:
 def test_the_first_error_of_a_rollout_is_printed(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train("--max_steps=1", "--env.args", "fails=true")
     assert re.search(r"warning: step 1: 2 rollouts failed, the first: reward: KeyError", capsys.readouterr().out)
+
+
+def test_secrets_of_the_environment_are_not_saved(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_values", set())
+    monkeypatch.setattr(redaction, "_current", None)
+    redaction.register_config({"api_key": "sk-made-up-123456"})
+    secret = ("--env.args", "api_key=sk-made-up-123456")
+    train("--max_steps=1", *secret)
+    path = base / "prime_rl_checkpoints" / "d1" / "step_1" / "metadata.json"
+    text = path.read_text()
+    assert "made-up" not in text and json.loads(text)["env_args"]["api_key"] == "***"
+    train("--max_steps=1", "--resume", *secret)
+    path.write_text(text.replace("***", "sk-made-up-123456"))  # of a version that saved it
+    train("--max_steps=1", "--resume", *secret)
 
 
 def test_a_run_does_not_begin_in_its_own_directory(base: Path) -> None:

@@ -206,6 +206,13 @@ def test_values_of_files_have_the_bounds_of_options(line: str, tmp_path: Path) -
         parse("f.toml")
 
 
+@pytest.mark.parametrize("value", ["inf", "2026-01-01", "{ a = [nan] }"])
+def test_arguments_that_no_checkpoint_can_hold_are_refused(value: str, tmp_path: Path) -> None:
+    (tmp_path / "f.toml").write_text(f"[env.args]\nlimit = {value}\n")
+    with pytest.raises(ConfigError, match=r"env\.args\.limit = .* cannot be saved with checkpoints: use text"):
+        parse("f.toml")
+
+
 def test_objectives_are_rows_with_options_over_them() -> None:
     assert parse().objective.name == "reinforce" and parse().objective.advantage.baseline == "mean"
     assert parse("--async_level=1").objective.name == "aipo"
