@@ -154,7 +154,7 @@ class PrimeRLTrainConfig(BaseConfig):
     num_train_examples: int = Field(2000, ge=-1)
     """Training questions; -1: all."""
     num_eval_examples: int = Field(254, ge=-1)
-    """Held-out questions; -1: all."""
+    """Held-out questions; -1: all; 0: no evaluation."""
     eval_examples: int = Field(400, ge=1)
     """Maximum number of questions per evaluation."""
     eval_samples: int = Field(8, ge=1)
@@ -243,8 +243,18 @@ class Resolved:
         """Arguments for the environment; numbers of questions and seed only for our environment or if given."""
         config = self.config
         known = {name: getattr(config, name) for name in ("num_train_examples", "num_eval_examples", "seed")}
-        is_ours = config.env_id.rpartition("/")[2].partition("@")[0] == OWN_ENVIRONMENT
-        return {**config.env.args, **{k: v for k, v in known.items() if is_ours or k in self.sources}}
+        return {**config.env.args, **{k: v for k, v in known.items() if self.is_own_env or k in self.sources}}
+
+    @property
+    def is_own_env(self) -> bool:
+        """Whether the environment is nanochatAquaRat."""
+        return self.config.env_id.rpartition("/")[2].partition("@")[0] == OWN_ENVIRONMENT
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether there are held-out questions, as far as the arguments tell."""
+        without_split = self.is_own_env and self.env_args.get("eval_split", "") is None
+        return self.config.num_eval_examples != 0 and not without_split
 
     @property
     def objective(self) -> Objective:

@@ -70,9 +70,12 @@ class Trainer:
         )
         self.objective = resolved.objective
         self.rows = env.rows("train")
-        self.eval_rows = env.rows("eval")[: config.eval_examples]
+        self.eval_rows = env.rows("eval")[: config.eval_examples] if resolved.has_evaluation else []
         if not self.rows:
             raise ValueError(f"environment {config.env_id!r} has no training questions: raise num_train_examples")
+        first = zip(self.eval_rows, self.rows, strict=False)
+        if self.eval_rows and all(held_out["prompt"] == row["prompt"] for held_out, row in first):
+            resolved.notes.append("the environment has no held-out questions: evaluations are on training questions")
         self.num_groups = min(config.examples_per_step, len(self.rows))
         self.num_steps = config.max_steps or math.ceil(len(self.rows) / self.num_groups) * config.num_epochs
         dtype = resolve_dtype(config.dtype, ranks.device)

@@ -171,6 +171,14 @@ def test_secrets_of_the_environment_are_not_saved(base: Path, monkeypatch: pytes
     train("--max_steps=1", "--resume", *secret)
 
 
+def test_training_questions_are_no_silent_evaluation(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, note = base / "prime_rl_runs" / "dummy" / "metrics.jsonl", "evaluations are on training questions"
+    train("--max_steps=1")
+    assert note in capsys.readouterr().out and "eval/accuracy" in path.read_text()
+    train("--max_steps=1", "--env_id=nanochatAquaRat", "--num_train_examples=3", "--num_eval_examples=0")
+    assert note not in capsys.readouterr().out and "eval/" not in path.read_text()
+
+
 def test_a_run_does_not_begin_in_its_own_directory(base: Path) -> None:
     train("--max_steps=1")
     with pytest.raises(ValueError, match=r"copy it to .*chatrl_checkpoints/d1 and use --source=rl"):

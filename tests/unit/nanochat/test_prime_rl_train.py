@@ -156,6 +156,12 @@ def test_sample_counts_are_passed_to_the_environment() -> None:
     assert parse("--env_id=other", "--env.args", "n=1").env_args == {"n": 1}
 
 
+def test_a_run_without_held_out_questions_has_no_evaluation() -> None:
+    assert parse().has_evaluation and parse("--env_id=other", "--env.args", "eval_split=None").has_evaluation
+    assert not parse("--num_eval_examples=0").has_evaluation
+    assert not parse("--env.args", "eval_split=None").has_evaluation
+
+
 def test_a_model_is_named_with_its_tag_and_step(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text('model = "nanochat-mid:d20@500"\n')
     config = parse("m.toml").config
