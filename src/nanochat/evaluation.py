@@ -73,8 +73,11 @@ def summarize_scores(scored: Sequence[QuestionScore]) -> dict[str, float]:
     num = min((len(s.rewards) for s in scored), default=0)
     if not num:
         return {}
+    out = {}
+    for name in sorted({name for s in scored for name in s.metrics}):  # first: ours replace those of the same name
+        out[name] = fmean(fmean(s.metrics[name]) for s in scored if s.metrics.get(name))
     powers = [2**i for i in range(num.bit_length()) if 2**i <= num]
-    out = {f"pass@{k}": fmean(compute_pass_at_k(len(s.rewards), s.correct, k) for s in scored) for k in powers}
+    out |= {f"pass@{k}": fmean(compute_pass_at_k(len(s.rewards), s.correct, k) for s in scored) for k in powers}
     shares = [s.correct / len(s.rewards) for s in scored]
     out["accuracy"] = fmean(shares)
     out["accuracy_se"] = float(torch.tensor(shares).std(correction=0)) / len(shares) ** 0.5
@@ -82,8 +85,6 @@ def summarize_scores(scored: Sequence[QuestionScore]) -> dict[str, float]:
     out["failed"] = sum(s.failed for s in scored) / out["samples"]
     out["reward"] = fmean(fmean(s.rewards) for s in scored)
     out["mean_length"] = fmean(fmean(s.lengths) for s in scored)
-    for name in sorted({name for s in scored for name in s.metrics}):
-        out[name] = fmean(fmean(s.metrics[name]) for s in scored if s.metrics.get(name))
     if letters := [s.letter_right for s in scored if s.letter_right is not None]:
         out["categorical_accuracy"] = fmean(letters)
     return out

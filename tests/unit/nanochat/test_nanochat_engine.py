@@ -12,7 +12,7 @@ import torch
 from nanochat.calculator import use_calculator
 from nanochat.chat_client import ChatClient, group_samples, run_rollouts
 from nanochat.engine import Completion, Engine, Request
-from nanochat.evaluation import evaluate, letter_is_right, summarize_scores
+from nanochat.evaluation import QuestionScore, evaluate, letter_is_right, summarize_scores
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import NanochatTokenizer
 from rollouts.agents import Turn
@@ -194,6 +194,13 @@ def test_rollouts_whose_reward_function_raised_are_failed(tokenizer: NanochatTok
     scored = asyncio.run(evaluate(env, client, [{}], Ranks(), num_samples=4, seed=0, sampling={}, letters=False))
     summary = summarize_scores(scored)
     assert (summary["accuracy"], summary["reward"], summary["failed"]) == (0.5, 0.5, 0.5)
+
+
+def test_metrics_of_an_environment_replace_none_of_ours() -> None:
+    metrics = {name: [9.0, 9.0] for name in ("accuracy", "reward", "samples", "pass@1", "own")}
+    summary = summarize_scores([QuestionScore(0, 1, [1.0, 0.0], [1, 1], metrics)])
+    assert (summary["accuracy"], summary["reward"], summary["samples"], summary["pass@1"]) == (0.5, 0.5, 2.0, 0.5)
+    assert summary["own"] == 9.0
 
 
 @pytest.mark.parametrize(
