@@ -80,7 +80,8 @@ class RLMetricsTracker:
 
     def log_evaluation(self, step: int, accuracy: float, pass_at_k: Any = None, **others: float) -> None:
         """An evaluation: `pass_at_k` by k, or its values for k = 1, 2, ...; `others` such as categorical_accuracy."""
-        by_k = dict(pass_at_k) if isinstance(pass_at_k, Mapping) else dict(enumerate(_numbers(pass_at_k or []), 1))
+        values = [] if pass_at_k is None else pass_at_k
+        by_k = dict(values) if isinstance(values, Mapping) else dict(enumerate(_numbers(values), 1))
         record = self._at(step)
         record.pass_at_k = {int(str(k).removeprefix("pass@")): float(value) for k, value in by_k.items()}
         record.metrics |= {f"eval/{name}": float(value) for name, value in {"accuracy": accuracy, **others}.items()}

@@ -104,6 +104,13 @@ def test_evaluations(tracker: RLMetricsTracker) -> None:
     assert tracker.steps[5].pass_at_k == {1: 0.1, 2: 0.2, 3: 0.3}
 
 
+@pytest.mark.parametrize("values", [np.array([0.25, 0.5]), torch.tensor([0.25, 0.5])])
+def test_pass_at_k_may_be_an_array(values: Any) -> None:
+    tracker = RLMetricsTracker()
+    tracker.log_evaluation(1, 0.25, values)
+    assert tracker.steps[1].pass_at_k == {1: 0.25, 2: 0.5}
+
+
 def test_wrong_input_is_named_and_history_is_bounded() -> None:
     tracker = RLMetricsTracker(max_history=2)
     assert tracker.get_wandb_summary() == {} and tracker.figure_data() == {}
