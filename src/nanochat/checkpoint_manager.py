@@ -30,7 +30,12 @@ SOURCES = {
 MODEL_FILE, METADATA_FILE, OPTIMIZER_FILE, STATE_FILE = "model.pt", "metadata.json", "optimizer.bin", "state.json"
 DIGEST_KEY = "tokenizer_sha256"
 """Metadata: the digest of the tokenizer that the model was trained with."""
-BOOTSTRAP = "python -m scripts.tiny_bootstrap"
+CURES = {
+    **dict.fromkeys(SOURCES, "copy one there, or choose another source"),
+    "sft": "make a small one with `python -m scripts.tiny_bootstrap`",
+    "prime_rl": "runs of scripts.prime_rl_train write them, start one without --resume",
+}
+"""What to do about a missing checkpoint, by source."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +92,11 @@ def find_checkpoint(source: str, model_tag: str | None = None, step: int | None 
     root = get_base_dir() / SOURCES[source]
     tag = model_tag or _deepest_tag(root)
     if tag is None:
-        raise ValueError(f"there is no {source} checkpoint in {root}: make a small one with `{BOOTSTRAP}`")
+        raise ValueError(f"there is no {source} checkpoint in {root}: {CURES[source]}")
     places = list_checkpoints(root / tag)
     if not places:
         tags = ", ".join(_tags(root)) or "none"
-        raise ValueError(
-            f"there is no {source} checkpoint {tag!r} in {root} (there: {tags}): make a small one with `{BOOTSTRAP}`"
-        )
+        raise ValueError(f"there is no {source} checkpoint {tag!r} in {root} (there: {tags}): {CURES[source]}")
     if step is not None and step not in places:
         raise ValueError(f"{root / tag} has no step {step}; it has {', '.join(map(str, sorted(places)))}")
     return places[max(places) if step is None else step]

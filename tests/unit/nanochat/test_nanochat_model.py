@@ -313,12 +313,14 @@ def test_a_compiled_bfloat16_checkpoint_of_the_seed_era_loads(base_dir: Path, to
 
 
 def test_missing_checkpoint_error_lists_existing_ones(base_dir: Path, tokenizer: NanochatTokenizer) -> None:
-    with pytest.raises(ValueError, match="tiny_bootstrap"):
-        find_checkpoint("prime_rl")
+    cures = {"sft": "tiny_bootstrap", "base": "copy one there", "prime_rl": "without --resume"}
+    for source, cure in cures.items():
+        with pytest.raises(ValueError, match=cure):
+            find_checkpoint(source)
     with pytest.raises(ValueError, match="base, mid, sft, rl, prime_rl"):
         find_checkpoint("chat")
     save_checkpoint("prime_rl", "d2", 60, make_model(GPTConfig(8, tokenizer.get_vocab_size(), 1, 1, 1, 8)), {})
-    with pytest.raises(ValueError, match="there: d2"):
+    with pytest.raises(ValueError, match=r"\(there: d2\): .*without --resume"):
         find_checkpoint("prime_rl", "d20")
     with pytest.raises(ValueError, match="no step 400; it has 60"):
         find_checkpoint("prime_rl", "d2", 400)
