@@ -51,7 +51,7 @@ def _build_model_proposer(config: ProposerConfig, model: str, client: Any, seed:
         request_seed = sample_seed(
             seed if config.sampling.seed is None else config.sampling.seed, number, PROPOSAL_STREAM
         )
-        args = build_chat_request(build_request(config.sampling, request_seed, client.base_url))
+        args = build_chat_request(build_request(config.sampling, request_seed, client.base_url, model))
         answer = await client.chat.completions.create(model=model, messages=[{"role": "user", "content": text}], **args)
         choice = answer.choices[0]
         return extract_context(choice.message.content or "", is_cut=choice.finish_reason == "length")

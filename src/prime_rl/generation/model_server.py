@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.generation.rollout_jobs import openai_url
+from prime_rl.generation.rollout_jobs import is_openai_model, openai_url
 from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -49,11 +47,6 @@ def resolve_base_urls(config: GenerationConfig) -> tuple[str, ...]:
             "  pass a model directory, set that variable, or set --client.base-url"
         )
     return (openai_url(),)
-
-
-def is_openai_model(name: str) -> bool:
-    """Whether `name` is an OpenAI model such as gpt-4.1-mini or o4-mini, not a misspelled path or shipped model."""
-    return re.match(r"(gpt-|chatgpt-|o\d)[\w.:-]*$", name) is not None and not Path(name).exists()
 
 
 @contextmanager

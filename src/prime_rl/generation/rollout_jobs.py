@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -63,7 +65,7 @@ async def run_rows(
         async with limiter:
             client = endpoint.clients[index % len(endpoint.clients)]
             args = [
-                build_request(config.sampling, sample_seed(seed, index, number), client.base_url)
+                build_request(config.sampling, sample_seed(seed, index, number), client.base_url, endpoint.model)
                 for number in numbers[index]
             ]
             groups[index] = await environment.run_group(rows[index], client, endpoint.model, args, config.max_retries)
@@ -84,14 +86,20 @@ async def run_environment(
     return await run_rows(environment, rows, [range(config.num_rollouts(env))] * len(rows), config, endpoint)
 
 
-def build_request(sampling: SamplingConfig, seed: int, base_url: str) -> dict[str, Any]:
+def build_request(sampling: SamplingConfig, seed: int, base_url: str, model: str) -> dict[str, Any]:
     """Arguments of one request; only OpenAI API fields for a server that rejects unknown ones."""
     args = build_sampling_args(sampling, seed)
-    if is_strict(base_url):
+    if is_strict(base_url, model):
         del args["logprobs"]
         args["extra_body"] = dict(sampling.extra_body)
         args["seed"] = seed % 2**31
     return args
+
+
+def find_dropped_keys(sampling: SamplingConfig) -> list[str]:
+    """Keys that are not at their defaults and that requests to the OpenAI API cannot have."""
+    changed = sampling.model_dump(exclude_defaults=True)
+    return [f"sampling.{key}" for key in ("min_tokens", "top_k", "min_p", "repetition_penalty") if key in changed]
 
 
 def openai_url() -> str:
@@ -99,6 +107,12 @@ def openai_url() -> str:
     return os.environ.get("OPENAI_BASE_URL", "").rstrip("/") or OPENAI_URL
 
 
-def is_strict(base_url: str) -> bool:
-    """Whether a server is the OpenAI API, which rejects unknown fields."""
-    return base_url.rstrip("/") == openai_url() or urlsplit(base_url).hostname == urlsplit(OPENAI_URL).hostname
+def is_openai_model(name: str) -> bool:
+    """Whether `name` is an OpenAI model such as gpt-4.1-mini or o4-mini, not a misspelled path or shipped model."""
+    return re.match(r"(gpt-|chatgpt-|o\d)[\w.:-]*$", name) is not None and not Path(name).exists()
+
+
+def is_strict(base_url: str, model: str) -> bool:
+    """Whether a server is the OpenAI API, or a proxy of it for one of its models, and so rejects unknown fields."""
+    is_proxy = base_url.rstrip("/") == openai_url() and is_openai_model(model)
+    return is_proxy or urlsplit(base_url).hostname == urlsplit(OPENAI_URL).hostname

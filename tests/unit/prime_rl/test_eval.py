@@ -357,10 +357,19 @@ def test_table_row() -> None:
 
 
 def test_strict_servers_get_no_unknown_fields() -> None:
-    ours = rollout_jobs.build_request(SamplingConfig(), 2**40, "http://localhost:8000/v1")
+    ours = rollout_jobs.build_request(SamplingConfig(), 2**40, "http://localhost:8000/v1", "gpt-4.1-mini")
     assert ours["extra_body"]["return_token_ids"] is True and ours["seed"] == 2**40
-    strict = rollout_jobs.build_request(SamplingConfig(), 2**40, "https://api.openai.com/v1")
+    strict = rollout_jobs.build_request(SamplingConfig(), 2**40, "https://api.openai.com/v1", "m")
     assert strict["extra_body"] == {} and "logprobs" not in strict and 0 <= strict["seed"] < 2**31
+
+
+def test_openai_base_url_keeps_fields_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    url, sampling = "http://localhost:8000/v1", SamplingConfig(top_k=5, min_p=0.1)
+    monkeypatch.setenv("OPENAI_BASE_URL", url)
+    ours = rollout_jobs.build_request(sampling, 2**40, url, "outputs/weights/step_1")
+    assert ours["extra_body"]["top_k"] == 5 and ours["logprobs"] is True and ours["seed"] == 2**40
+    proxied = rollout_jobs.build_request(sampling, 2**40, url, "gpt-4.1-mini")
+    assert proxied["extra_body"] == {}, "a proxy of the OpenAI API"
 
 
 def test_server_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,3 +428,15 @@ def test_options_of_its_own_server_warn_with_another(tmp_path: Path, monkeypatch
     log = (tmp_path / "logs" / "eval.log").read_text()
     assert f"model.max_model_len has no effect: it is for a model served by this command, not by {url}" in log
     assert "model.debug.random_init has no effect" in log
+
+
+def test_dropped_sampling_keys_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"http://127.0.0.1:{find_free_port()}/v1"
+    monkeypatch.setenv("OPENAI_BASE_URL", url)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    for name, argv in (("proxy", []), ("own", ["--client.base-url", url, "--model.name", "m"])):
+        with pytest.raises(ConnectionError):
+            evaluate(parse(*argv, "--sampling.top-k", "20", "--output-dir", str(tmp_path / name)))
+    logs = [(tmp_path / name / "logs" / "eval.log").read_text() for name in ("proxy", "own")]
+    assert "sampling.top_k has no effect" in logs[0] and "sampling.min_p" not in logs[0]
+    assert "sampling.top_k" not in logs[1]

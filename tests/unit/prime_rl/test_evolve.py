@@ -55,7 +55,7 @@ def repeat(context: str, examples: Sequence[Mapping[str, Any]], rng: random.Rand
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
-    with serve_api(FakeApi(reply=look_up, models=("m",))) as found:
+    with serve_api(FakeApi(reply=look_up, models=("gpt-m",))) as found:
         for name, value in found.environ.items():
             monkeypatch.setenv(name, value)
         yield found
@@ -68,7 +68,7 @@ def build_config(output_dir: Path, function: str = "correct_first_key", **keys: 
         "num_workers": 0,
     }
     proposer = {"function": f"{__name__}:{function}"}
-    values = {"env": [env], "model": {"name": "m"}, "context": WRONG, "minibatch_size": 1, "proposer": proposer}
+    values = {"env": [env], "model": {"name": "gpt-m"}, "context": WRONG, "minibatch_size": 1, "proposer": proposer}
     return EvolveConfig.model_validate({**values, "output_dir": output_dir, **keys})
 
 

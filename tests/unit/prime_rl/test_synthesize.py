@@ -99,7 +99,7 @@ def test_row_ends_with_last_model_message() -> None:
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with serve_api(FakeApi(models=("m",))) as found:
+    with serve_api(FakeApi(models=("gpt-m",))) as found:
         monkeypatch.setenv("OPENAI_BASE_URL", found.base_url)
         yield found
 
@@ -109,14 +109,14 @@ def make_data(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Rows of one of the small environments, as the command makes them, and its summary."""
     env = {"id": "adapter_envs", "name": kind, "args": {"kind": kind}}
-    values = {"env": [env], "model": {"name": "m"}, "output_dir": output_dir, **options}
+    values = {"env": [env], "model": {"name": "gpt-m"}, "output_dir": output_dir, **options}
     config = SynthesizeConfig.model_validate(values)
     environment = load_environment("adapter_envs", {"kind": kind}, search_dirs=[Path(__file__).parents[2] / "fakes"])
 
     async def main() -> dict[str, float]:
         clients = build_clients(ClientConfig(base_url=[api.base_url]))
         run = GenerationRun(config, {kind: environment}, build_monitor(output_dir, "synthesize"))
-        summary = await synthesize_environment(run, config, config.env[0], environment, ModelEndpoint(clients, "m"))
+        summary = await synthesize_environment(run, config, config.env[0], environment, ModelEndpoint(clients, "gpt-m"))
         run.close_resume_logs(remove=remove)
         for client in clients:
             await client.close()
