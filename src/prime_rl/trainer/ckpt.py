@@ -49,6 +49,8 @@ PART = CKPT_PARTS[0]
 
 MODEL, OPTIMIZER, AVERAGE, RNG = "model", "optimizer", "average", "rng"
 STATE_FILE = "state.json"
+ADAMW, SGD = frozenset(["step", "exp_avg", "exp_avg_sq"]), frozenset(["momentum_buffer"])
+"""State of a parameter by the rule that updates it; Muon updates matrices by momentum and the rest by AdamW."""
 
 
 def save_checkpoint(
@@ -211,10 +213,9 @@ def _load_optimizer(
         covers = saved.shape(key) == shard_map.full_shape(name)
         value = shard_like(saved.read(key, shard_map.local[name]), parameter) if covers else saved.read(key)
         state.setdefault(index[id(parameter)], {})[moment] = value
-    adamw, sgd = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
-    known = {"AdamW": (adamw,), "SGD": (sgd,), "Muon": (adamw, sgd)}[type(optimizer).__name__]
-    for moments in state.values():
-        if not any(moments.keys() <= kind for kind in known):
+    kinds = [ADAMW if "betas" in group else SGD for group in optimizer.param_groups for _ in group["params"]]
+    for i, moments in state.items():
+        if not moments.keys() <= kinds[i]:
             raise ValueError(
                 f"{source} was written by another optimizer: use the original optim.type, or ckpt.skip_optimizer"
             )

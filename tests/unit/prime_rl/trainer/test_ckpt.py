@@ -213,9 +213,11 @@ def test_foreign_checkpoints_are_rejected(tmp_path: Path) -> None:
     smaller = build_backend(rl_config(tmp_path, model={**MODEL, "debug": {"random_init": True, "num_layers": 1}}))
     with pytest.raises(ValueError, match="another model"):
         load_checkpoint(tmp_path, 1, smaller.parameters, smaller.stepper)
+    muon = build_backend(rl_config(tmp_path, optim={"type": "muon", "lr": 1e-2}))
     sgd = build_backend(rl_config(tmp_path, optim={"type": "sgd", "lr": 1e-2}))
-    with pytest.raises(ValueError, match=r"optim\.type"):
-        load_checkpoint(tmp_path, 1, sgd.parameters, sgd.stepper)
+    for other in (muon, sgd):
+        with pytest.raises(ValueError, match=r"optim\.type"):
+            load_checkpoint(tmp_path, 1, other.parameters, other.stepper)
     skip = CkptConfig(resume_step=1, skip_optimizer=True)
     load_checkpoint(tmp_path, 1, sgd.parameters, sgd.stepper, config=skip)
     assert not sgd.stepper.optimizer.state and sgd.stepper.num_steps == 1
