@@ -149,6 +149,7 @@ def test_null_columns_stay(tmp_path: Path) -> None:
         ("e.csv", "prompt,completion\n", "holds no rows"),
         ("f.json", "[1]", "row 0 is no JSON object"),
         ("g.json", '{"a": 1}\n{"a"\n', "line 2 is not valid JSON"),
+        ("l.json", '[{"a": 1},\n {"a": 2},\n {"a" 3}]', r"l\.json is not valid JSON: .* line 3 column 7"),
         ("h.txt", "\n\n", "holds no rows"),
         ("i.arrow", "text", "is no file of save_to_disk"),
         ("j.yaml", "a: 1", "use a file that ends in .jsonl, .json, .csv"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prime_rl.runtime.tokenizer import load_tokenizer
+from prime_rl.trainer.sft.samples import read_row
 from rollouts.training.datasets import load_sft_dataset
 
 USER, ASSISTANT = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
@@ -102,6 +104,21 @@ def test_rows_without_a_turn_to_learn_are_skipped(tmp_path: Path, caplog: pytest
     empty = write(tmp_path / "empty.jsonl", rows)
     with pytest.raises(ValueError, match=r"2 rows .* have no assistant message to learn, the first is row 0"):
         load_sft_dataset(empty, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"conversations": 5}, "row 1 of the data set: `conversations` is no list of turns with `from` and `value`"),
+    ],
+)
+def test_wrong_columns_name_row_and_column(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+    tokenizer = load_tokenizer("tiny-qwen3")
+    name = write(tmp_path / "rows.jsonl", [FORMATS[0], row])
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_sft_dataset(name, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_row(row, 1, tokenizer)
 
 
 def test_bad_input(tmp_path: Path) -> None:

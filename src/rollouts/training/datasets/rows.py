@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import os
@@ -133,9 +134,12 @@ def _iter_jsonl(path: Path) -> Iterator[Row]:
 
 def _iter_json(path: Path) -> Iterator[Row]:
     """A list of objects, or, as often under this name, one object per line."""
+    data = path.read_bytes()
     try:
-        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError):
+        rows = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        if data.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
         yield from _iter_jsonl(path)
         return
     if isinstance(rows, dict):
