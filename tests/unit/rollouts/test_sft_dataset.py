@@ -23,6 +23,8 @@ FORMATS: list[dict[str, Any]] = [
     {"question": "ab", "answer": "cd"},
     {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]},
     {"conversations": [USER, ASSISTANT]},
+    {"messages": json.dumps([USER, ASSISTANT])},
+    {"conversations": json.dumps([{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}])},
 ]
 
 
@@ -70,7 +72,7 @@ def test_system_and_history_columns_come_before_the_prompt(tmp_path: Path) -> No
         ({"instruction": "q", "output": "a", "history": ["qa", "x"]}, "`history` is no list of pairs"),
         ({"instruction": "q", "output": "a", "history": [["q", None]]}, "`history` is no list of pairs"),
         ({"instruction": "q", "output": "a", "history": 5}, "`history` is no list of pairs"),
-        ({"conversations": "x"}, "`conversations` is no list of turns"),
+        ({"conversations": ["x"]}, "`conversations` is no list of turns"),
         (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "tool", "value": "b"}, {"from": ["x"]}]},
             r"`conversations` has turns from 'tool', \['x'\]: `from` may be human, user, gpt, assistant, system; use",
@@ -109,7 +111,9 @@ def test_rows_without_a_turn_to_learn_are_skipped(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"conversations": 5}, "row 1 of the data set: `conversations` is no list of turns with `from` and `value`"),
+        ({"conversations": 5}, "row 1 of the data set: `conversations` is a int: it must be a list of messages"),
+        ({"messages": "ab"}, "row 1 of the data set: `messages` is text, but not the JSON of a list of messages"),
+        ({"conversations": '"ab"'}, "row 1 of the data set: `conversations` is a str: it must be a list of messages"),
     ],
 )
 def test_wrong_columns_name_row_and_column(tmp_path: Path, row: dict[str, Any], words: str) -> None:

@@ -132,8 +132,11 @@ def as_messages(row: Row) -> Row:
     """Rows of the other known formats as `prompt` and `completion` or `messages`; any other row as it is.
 
     A `system` column of `conversations` and `instruction` rows is their system message, and the pairs of `history` are
-    turns before the instruction. `ValueError` names the column.
+    turns before the instruction. `messages` and `conversations` may be JSON text, as often in parquet. `ValueError`
+    names the column.
     """
+    lists = {name: _read_list(row[name], name) for name in ("messages", "conversations") if row.get(name) is not None}
+    row = {**row, **lists}
     if row.get("messages") is not None or (row.get("prompt") is not None and row.get("completion") is not None):
         return row
     if row.get("conversations") is not None:
@@ -160,9 +163,9 @@ def _check_text(row: Row, *columns: str) -> None:
             raise ValueError(f"`{column}` is neither text nor a list of messages with a role")
 
 
-def _read_turns(turns: Any) -> list[Message]:
+def _read_turns(turns: list[Any]) -> list[Message]:
     """The messages of a `conversations` column: turns with `from` and `value`, or messages."""
-    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+    if not all(isinstance(turn, Mapping) for turn in turns):
         raise ValueError("`conversations` is no list of turns with `from` and `value`")
     if all("from" not in turn for turn in turns):
         return turns
@@ -194,6 +197,18 @@ def _read_history(row: Row) -> list[Message]:
 
 def _is_pair(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+
+
+def _read_list(value: Any, column: str) -> list[Any]:
+    """A list, or the list that is given as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"`{column}` is text, but not the JSON of a list of messages: {error}") from error
+    if not isinstance(value, list):
+        raise ValueError(f"`{column}` is a {type(value).__name__}: it must be a list of messages")
+    return value
 
 
 @contextmanager
