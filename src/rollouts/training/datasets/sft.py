@@ -135,6 +135,9 @@ def as_messages(row: Row) -> Row:
     turns before the instruction. `messages` and `conversations` may be JSON text, as often in parquet. `ValueError`
     names the column.
     """
+    has_messages = row.get("messages") is not None or row.get("conversations") is not None
+    if has_messages and row.get("functions") and not row.get("tools"):
+        raise ValueError("`functions` is the former name of `tools`: rename it, with the form of tools")
     lists = {name: _read_list(row[name], name) for name in ("messages", "conversations") if row.get(name) is not None}
     row = {**row, **lists}
     if row.get("messages") is not None or (row.get("prompt") is not None and row.get("completion") is not None):
@@ -288,20 +291,19 @@ def render_turns(conversation: Conversation, chat: ChatRenderer, index: int = 0)
 
 def is_empty_turn(message: Message) -> bool:
     """Whether an assistant message has no text, reasoning or tool call."""
-    return message.get("role") == ASSISTANT and not any(
-        value for key, value in message.items() if key not in ("role", "name")
-    )
+    return message.get("role") == ASSISTANT and not (message.get("content") or has_more_than_content(message))
 
 
 def find_trained_turns(conversation: Conversation, roles: Collection[str] = (ASSISTANT,)) -> Iterator[tuple[int, int]]:
-    """Message range `[start, stop)` of each turn with loss."""
+    """Message range `[start, stop)` of each turn with loss; assistant messages with `weight` 0 have none."""
     messages, stop = conversation.messages, conversation.first_trained
     while stop < len(messages):
         start, role = stop, messages[stop].get("role")
         stop += 1
         while role != ASSISTANT and stop < len(messages) and messages[stop].get("role") == role:
             stop += 1
-        is_learned = role != ASSISTANT or (start > 0 and not is_empty_turn(messages[start]))
+        is_learned = role != ASSISTANT or (start > 0 and messages[start].get("weight") != 0)
+        is_learned = is_learned and not is_empty_turn(messages[start])
         if role in roles and is_learned:
             yield start, stop
 
@@ -380,8 +382,12 @@ def _messages(value: Any, role: str, column: str, index: int, template: str = ""
         raise ValueError(f"row {index} of the data set: `{column}` is neither text nor a list of messages with a role")
     with name_row(index):
         for i, message in enumerate(value):
+            if message.get("function_call") and "function_call" not in template:
+                raise ValueError(f"{column}[{i}].function_call is the former form of a call: write it as tool_calls")
             check_message(message, f"{column}[{i}]", template)
             # In a row a null is a missing value, also in an assistant's message.
             if message.get("content") is None and not has_more_than_content(message):
                 raise ValueError(f"{column}[{i}].content is missing: give the message a text")
+            if message.get("weight") not in (None, 0, 1):
+                raise ValueError(f"{column}[{i}].weight is {message['weight']!r}: it must be 0 (no loss) or 1")
     return [dict(message) for message in value]

@@ -101,6 +101,20 @@ def test_loss_mask_enables_roles(mask: dict[str, bool], expected: list[str], tok
     assert trained_text(sample, tokenizer) == expected
 
 
+def test_turns_of_weight_zero_have_no_loss(tokenizer: Any) -> None:
+    left_out, learned = ANSWER | {"weight": 0}, ANSWER | {"content": "c", "weight": 1}
+    row = {"messages": [QUESTION, left_out, QUESTION, learned, QUESTION, left_out]}
+    for split_turns in (False, True):
+        [sample] = tokenize([row], tokenizer, split_turns=split_turns)
+        assert trained_text(sample, tokenizer) == ["c<|im_end|>"]
+    assert tokenize([{"messages": [QUESTION, left_out]}], tokenizer) == []
+
+
+def test_a_turn_with_other_keys_only_is_empty(tokenizer: Any) -> None:
+    stats, noted = TokenizationStats(), ANSWER | {"content": "", "id": "m1", "refusal": "no"}
+    assert tokenize([{"messages": [QUESTION, noted]}], tokenizer, stats) == [] and stats.empty_turns == 1
+
+
 def test_split_turns_supports_rewriting_templates(tokenizer: Any) -> None:
     """A template with reasoning in the last turn only: rejected as a whole, trained turn by turn."""
     template = (
@@ -156,6 +170,12 @@ WRONG_ROWS: list[Any] = [
     ({"messages": [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}]}, "row 1 .*'image'"),
     ({"messages": [QUESTION, {"role": "assistant", "content": "x \ud83d"}]}, "row 1 .*is not valid Unicode"),
     ({"text": "x \ud83d"}, "row 1 .*is not valid Unicode"),
+    (
+        {"messages": [QUESTION, {"role": "assistant", "content": None, "function_call": {"name": "add"}}]},
+        r"row 1 .*messages\[1\]\.function_call .* write it as tool_calls",
+    ),
+    ({"messages": [QUESTION, ANSWER], "functions": [{"name": "add"}]}, "row 1 .*`functions` .* rename it"),
+    ({"messages": [QUESTION, ANSWER | {"weight": 0.5}]}, r"row 1 .*messages\[1\]\.weight is 0\.5: it must be 0"),
 ]
 
 
