@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,20 @@ def test_conversation_ends_on_empty_reply_or_max_turns() -> None:
     check(wire, [sample])
     _, [rollout] = run(environment, "3")
     assert (rollout.num_turns, rollout.status, rollout.stop_reason) == (3, Status.TRUNCATED, "max_turns")
+
+
+def test_rewards_have_stable_and_distinct_names() -> None:
+    class Judge:
+        def __call__(self, answer: str) -> float:
+            return float(answer)
+
+    def times(answer: str, factor: float) -> float:
+        return float(answer) * factor
+
+    _, [rollout] = run(PlainEnvironment(ROWS, [Judge(), functools.partial(times, factor=2)]), "5")
+    assert rollout.metrics == {"Judge": 5.0, "times": 10.0}
+    with pytest.raises(ValueError, match="two reward functions have the name '<lambda>': give each its own"):
+        PlainEnvironment(ROWS, [lambda completion: 1.0, lambda completion: 5.0])
 
 
 def test_a_mistake_in_a_reward_is_no_reward_of_zero() -> None:

@@ -71,6 +71,9 @@ class PlainEnvironment:
         self.rewards = [pair if isinstance(pair, tuple) else (pair, 1.0) for pair in pairs]
         if not self.rewards or not all(callable(function) for function, _ in self.rewards):
             raise ValueError("rewards must be a function, or a list of functions or (function, weight) pairs")
+        names = [name_reward(function) for function, _ in self.rewards]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two reward functions have the name {twice!r}: give each its own, by def or its __name__")
 
     def rows(self, split: str = "train") -> list[Row]:
         """The rows of a split; "eval" falls back to the training rows."""
@@ -157,7 +160,7 @@ class PlainEnvironment:
             "state": state,
         }
         for function, weight in self.rewards:
-            name = getattr(function, "__name__", repr(function))
+            name = name_reward(function)
             try:
                 value = await _maybe_async(function(**_select_arguments(function, known)))
             except Exception as error:
@@ -165,6 +168,12 @@ class PlainEnvironment:
             value = check_reward(name, value)
             rollout.metrics = {**rollout.metrics, name: value}
             rollout.reward += weight * value
+
+
+def name_reward(function: Reward) -> str:
+    """Name of the metric of a reward function: its own, that of the function of a partial, else its class."""
+    name = getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", None)
+    return str(name or type(function).__name__)
 
 
 def agent_reward(state: dict[str, Any]) -> float:
