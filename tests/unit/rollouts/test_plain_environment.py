@@ -124,10 +124,28 @@ def test_one_by_path_and_by_module_and_factory(tmp_path: Path, monkeypatch: pyte
         ("{'dataset': [{'answer': '1'}], 'rewards': len}", "row 0 of the dataset has no prompt"),
         ("{'dataset': [{'prompt': '1'}], 'rewards': []}", "rewards must be a function, or a list of functions"),
         ("{'dataset': [{'prompt': '1'}], 'reward': len}", "unexpected keyword argument 'reward'"),
+        ("{'dataset': [{'prompt': ['1']}], 'rewards': agent}", "row 0 of the dataset has a prompt whose items are no"),
+        ("{'dataset': [{'prompt': '1'}], 'rewards': column}", "reward column takes 'target': its parameters can be"),
+        ("{'dataset': [{'prompt': '1'}], 'rewards': batch}", "reward batch takes 'completions': its parameters can be"),
+        ("{'dataset': [{'prompt': '1'}], 'rewards': [(agent, float('nan'))]}", "the weight of reward agent is nan"),
+        ("{'dataset': [{'prompt': '1'}], 'rewards': [(agent, '1')]}", "the weight of reward agent is '1'"),
+        ("{'dataset': [{'prompt': '1'}], 'rewards': agent, 'tools': [len]}", "tools must be a list of OpenAI tool"),
     ],
 )
 def test_parts_that_do_not_fit(tmp_path: Path, made: str, words: str) -> None:
     path = tmp_path / f"made_{abs(hash(words))}.py"
-    path.write_text(f"def build(): return {made}")
+    path.write_text(
+        f"def build(): return {made}\n"
+        "def agent(state): return 1.0\n"
+        "def column(completion, target): return 1.0\n"
+        "def batch(completions, **kwargs): return [1.0]\n"
+    )
     with pytest.raises(ValueError, match=re.escape(words)):
         load_environment(f"{path}:build")
+
+
+@pytest.mark.parametrize("reply", ["go on", {"role": "user", "content": "go on"}, [{"content": "go on"}]])
+def test_respond_must_return_messages(reply: Any) -> None:
+    environment = PlainEnvironment(ROWS, lambda: 1.0, respond=lambda messages, row, state: reply)
+    _, [rollout] = run(environment, "5")
+    assert rollout.failed and "respond must return a list of messages" in str(rollout.error)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from rollouts.training.agent_integration import Rollout, Turn, completion_text
@@ -28,6 +30,9 @@ Reward = Callable[..., Any]
 Respond = Callable[..., Any]
 Agent = Callable[[Rollout, Row, dict[str, Any], Any, str, dict[str, Any]], Awaitable[None]]
 """Runs the turns of one rollout: rollout, row, state, client, model and arguments of a request."""
+
+
+REWARD_PARAMETERS = ("completion", "messages", "prompt", "answer", "info", "row", "state")
 
 
 class PlainEnvironment:
@@ -61,7 +66,7 @@ class PlainEnvironment:
         """Runs the turns instead of the loop over `respond`."""
         self.timeout_s: float | None = None
         self.score = True
-        self.respond, self.max_turns, self.tools = respond, max_turns, list(tools or [])
+        self.respond, self.max_turns, self.tools = respond, max_turns, _read_tools(tools)
         self._rows = [_as_row(row, i, system_prompt) for i, row in enumerate(dataset)]
         held_out = enumerate(eval_dataset) if eval_dataset is not None else []
         self._eval_rows = [_as_row(row, i, system_prompt) for i, row in held_out] or self._rows
@@ -69,11 +74,7 @@ class PlainEnvironment:
             raise ValueError("the dataset has no rows: give at least one dict with a prompt")
         pairs = [rewards] if callable(rewards) else list(rewards)
         self.rewards = [pair if isinstance(pair, tuple) else (pair, 1.0) for pair in pairs]
-        if not self.rewards or not all(callable(function) for function, _ in self.rewards):
-            raise ValueError("rewards must be a function, or a list of functions or (function, weight) pairs")
-        names = [name_reward(function) for function, _ in self.rewards]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"two reward functions have the name {twice!r}: give each its own, by def or its __name__")
+        _check_rewards(self.rewards)
 
     def rows(self, split: str = "train") -> list[Row]:
         """The rows of a split; "eval" falls back to the training rows."""
@@ -145,20 +146,16 @@ class PlainEnvironment:
             replies = await _maybe_async(self.respond(messages, row, state))
             if not replies:
                 return
+            if not isinstance(replies, (list, tuple)) or not all(map(_is_message, replies)):
+                raise TypeError("respond must return a list of messages with role and content, or none to end")
             rollout.completion = [*rollout.completion, *replies]
             messages = [*messages, *replies]
         rollout.status, rollout.stop_reason = Status.TRUNCATED, "max_turns"
 
     async def _score(self, rollout: Rollout, row: Row, state: dict[str, Any]) -> None:
-        known = {
-            "completion": completion_text(rollout.completion),
-            "messages": rollout.completion,
-            "prompt": row["prompt"],
-            "answer": row.get("answer"),
-            "info": row.get("info"),
-            "row": row,
-            "state": state,
-        }
+        text, messages = completion_text(rollout.completion), rollout.completion
+        values = (text, messages, row["prompt"], row.get("answer"), row.get("info"), row, state)
+        known = dict(zip(REWARD_PARAMETERS, values, strict=True))
         for function, weight in self.rewards:
             name = name_reward(function)
             try:
@@ -182,6 +179,40 @@ def agent_reward(state: dict[str, Any]) -> float:
     return float(state.get("exit_code") == 0) if reported is None else float(reported)
 
 
+def _check_rewards(rewards: Sequence[tuple[Reward, Any]]) -> None:
+    """`ValueError` for rewards that cannot be called in a rollout, or whose metrics have the same name."""
+    if not rewards or not all(len(pair) == 2 and callable(pair[0]) for pair in rewards):
+        raise ValueError("rewards must be a function, or a list of functions or (function, weight) pairs")
+    names = [name_reward(function) for function, _ in rewards]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two reward functions have the name {twice!r}: give each its own, by def or its __name__")
+    for name, (function, weight) in zip(names, rewards, strict=True):
+        if not isinstance(weight, Real) or not math.isfinite(weight):
+            raise ValueError(f"the weight of reward {name} is {weight!r}: it must be a finite number")
+        if unknown := [parameter for parameter in _find_required(function) if parameter not in REWARD_PARAMETERS]:
+            raise ValueError(
+                f"reward {name} takes {unknown[0]!r}: its parameters can be {', '.join(REWARD_PARAMETERS)}; "
+                "other columns are in row"
+            )
+
+
+def _find_required(function: Reward) -> list[str]:
+    """Parameters without a default."""
+    parameters = inspect.signature(function).parameters.values()
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+
+
+def _read_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise ValueError("tools must be a list of OpenAI tool schemas (dicts), whose calls respond handles")
+    return list(tools or [])
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
+
+
 def _select_arguments(function: Reward, known: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -200,6 +231,8 @@ def _as_row(row: Mapping[str, Any], number: int, system_prompt: str | None) -> R
     if not isinstance(prompt, (str, list)) or not prompt:
         raise ValueError(f"row {number} of the dataset has no prompt: give it text or a list of messages")
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if not all(map(_is_message, messages)):
+        raise ValueError(f"row {number} of the dataset has a prompt whose items are no messages with role and content")
     if system_prompt and messages[0].get("role") != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return number_row({**row, "prompt": messages}, number)
