@@ -19,7 +19,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -98,13 +98,44 @@ decode_request = msgspec.msgpack.Decoder(GroupRequest | Cancel).decode
 decode_finished = msgspec.msgpack.Decoder(Finished).decode
 
 
-def encode(message: Any) -> bytes:
-    """Encode a message as msgpack; unsupported types become `as_plain`, lone surrogates "?"."""
+def encode(message: Any, enc_hook: Callable[[Any], Any] = as_plain) -> bytes:
+    """Encode a message as msgpack; `enc_hook` converts unsupported types, and lone surrogates become "?"."""
     try:
-        return msgspec.msgpack.encode(message, enc_hook=as_plain)
+        return msgspec.msgpack.encode(message, enc_hook=enc_hook)
     except UnicodeEncodeError:
-        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=as_plain)
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=enc_hook)
         return msgspec.msgpack.encode(_replace_surrogates(plain))
+
+
+def encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Encode rows as `RowsReply`, arrays and their scalars as lists and numbers.
+
+    `ValueError` names the row and the key of a value that cannot be encoded.
+    """
+    plain = [dict(row) for row in rows]
+    try:
+        return encode(RowsReply(plain), _as_numbers)
+    except Exception:
+        for number, row in enumerate(plain):
+            for key, value in row.items():
+                _check_value(number, key, value)
+        raise
+
+
+def _check_value(number: int, key: Any, value: Any) -> None:
+    try:
+        encode({key: value}, _as_numbers)
+    except Exception as error:
+        raise ValueError(
+            f"row {number}, key {key!r}: {error}; use text, numbers of 64 bits, lists and dicts"
+        ) from error
+
+
+def _as_numbers(value: Any) -> Any:
+    """Numbers of an array or its scalar; any other object would be another one in the worker, so it is an error."""
+    if not callable(getattr(value, "tolist", None)):
+        raise TypeError(f"an object of type {type(value).__name__} cannot be sent to a worker")
+    return as_plain(value)
 
 
 def _replace_surrogates(value: Any) -> Any:
@@ -258,9 +289,9 @@ class Worker:
     def _on_control(self, frame: bytes) -> None:
         request = msgspec.msgpack.decode(frame, type=RowsRequest)
         try:
-            reply = msgspec.msgpack.encode(RowsReply([dict(row) for row in self.environment.rows(request.split)]))
+            reply = encode_rows(self.environment.rows(request.split))
         except Exception as error:
-            reply = msgspec.msgpack.encode(RowsReply(error=f"{type(error).__name__}: {error}"))
+            reply = encode(RowsReply(error=f"{type(error).__name__}: {error}"))
         assert self._control is not None
         self._control.send(reply)
 

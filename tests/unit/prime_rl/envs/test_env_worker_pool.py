@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from fake_engine import FakeEngine, serve
 
 from prime_rl.configuration.command import run_command
 from prime_rl.configuration.sections import EnvConfig, LogConfig, SamplingConfig
 from prime_rl.envs import worker_pool, worker_process
+from prime_rl.envs.worker import RowsReply, encode_rows
 from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers, read_max_rss
 from prime_rl.envs.worker_process import WorkerDied, WorkerProcess
 from prime_rl.runtime import machine
@@ -116,6 +118,19 @@ def test_a_crashing_group_fails_and_its_neighbors_do_not(tmp_path: Path, engine:
 def test_a_lost_rollout_may_have_a_textual_example_id() -> None:
     rollout = fail_rollout({"prompt": "p", "example_id": "gsm8k-17"}, {}, "WorkerDied", "gone")
     assert rollout.failed and rollout.example_id == 0
+
+
+def test_rows_of_array_libraries_are_plain() -> None:
+    numpy = pytest.importorskip("numpy")
+    rows = [{"prompt": "p", "answer": numpy.int64(3), "info": {"values": numpy.arange(2)}}]
+    reply = msgspec.msgpack.decode(encode_rows(rows), type=RowsReply)
+    assert reply.rows == [{"prompt": "p", "answer": 3, "info": {"values": [0, 1]}}]
+
+
+@pytest.mark.parametrize("value", [2**70, object()])
+def test_rows_that_cannot_be_sent_name_row_and_key(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"row 1, key 'answer': .*; use text, numbers of 64 bits, lists and dicts"):
+        encode_rows([{"prompt": "p", "answer": 1}, {"prompt": "p", "answer": value}])
 
 
 FAULTY = """
