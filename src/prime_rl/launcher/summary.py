@@ -20,7 +20,8 @@ def describe_stop(out: Path) -> str:
     run = RunDir(out)
     weights = [step for root in (run.weights, run.broadcasts) for step in complete_steps(root)]
     commits = complete_steps(run.checkpoints, CKPT_PARTS)
-    how = f"checkpoint of step {commits[-1]}: continue with --resume" if commits else "no checkpoint (--ckpt)"
+    without = "no checkpoint (--ckpt.interval 10 writes one every 10 steps)"
+    how = f"checkpoint of step {commits[-1]}: continue with --resume" if commits else without
     versions = complete_steps(run.weights)
     if versions and not commits:
         newest = shlex.quote(str(step_path(run.weights, versions[-1])))

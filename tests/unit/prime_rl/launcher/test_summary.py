@@ -74,7 +74,7 @@ def test_commands_work_with_spaces_in_paths(tmp_path: Path) -> None:
 
 
 def test_stopped_run_reports_progress_and_how_to_resume(tmp_path: Path) -> None:
-    assert "Stopped after step 0; no checkpoint" in summary.describe_stop(tmp_path)
+    assert "Stopped after step 0; no checkpoint (--ckpt.interval 10 writes" in summary.describe_stop(tmp_path)
     publish(tmp_path / "weights", 7)
     assert f"--model.name {tmp_path}/weights/step_7" in summary.describe_stop(tmp_path)
     for part in CKPT_PARTS:
