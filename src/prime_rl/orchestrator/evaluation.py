@@ -22,7 +22,7 @@ from prime_rl.eval.results import write_results
 from prime_rl.generation.resume_log import to_result
 from prime_rl.generation.rollout_jobs import ModelEndpoint, choose_rows, run_environment
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator, HeldOutEnvironment
+from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator, HeldOutEnvironment, fingerprint
 from prime_rl.runtime.run_dir import Attempts, RunDir
 from rollouts.training.metrics import load_jsonl
 
@@ -262,8 +262,12 @@ def build_schedules(
     Loads the rows now, because loading may take long and would block the event loop later.
     """
     schedules = []
-    for environment in (*eval_environments.values(), *(environments.values() if config.val is not None else ())):
+    validated = environments if config.val is not None else {}
+    for environment in (*eval_environments.values(), *validated.values()):
         environment.rows("eval")
+    for name, environment in {**validated, **eval_environments}.items():
+        if name in environments:
+            warn_of_training_prompts(name, environment, environments[name])
     shared = {"model": {"name": config.model.name}, "seed": config.seed, "max_retries": config.max_retries}
     shared |= {"output_dir": config.output_dir}
     if (eval_settings := config.eval) is not None:
@@ -303,6 +307,15 @@ def build_schedules(
         last = find_last_finished(config.output_dir, EvalKind.VAL, version) if version else -1
         schedules.append(EvalSchedule(EvalKind.VAL, val_config, environments, config.val.interval, last=last))
     return schedules
+
+
+def warn_of_training_prompts(name: str, environment: Environment, trained: Environment) -> None:
+    """Warn if the evaluation examples are the training prompts, which are also the fallback of environments."""
+    examples, prompts = environment.rows("eval"), trained.rows("train")
+    if examples and list(map(fingerprint, examples)) == list(map(fingerprint, prompts)):
+        logger.warning(
+            f"{name} is evaluated on its training prompts: give it an eval_dataset to measure what it does on others"
+        )
 
 
 def max_concurrent_rollouts(config: OrchestratorConfig) -> int:

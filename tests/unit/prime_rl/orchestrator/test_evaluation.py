@@ -26,6 +26,7 @@ from prime_rl.orchestrator.evaluation import (
 )
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.agent_integration import Rollout
+from rollouts.training.environments import PlainEnvironment
 
 
 class BrokenEnvironment:
@@ -137,3 +138,15 @@ def test_baselines_are_not_measured_on_lost_servers(tmp_path: Path) -> None:
     anyio.run(evaluate, evaluations)
     assert environment.urls == ["http://left/v1"] * 8, "without and with the context"
     assert evaluator._student.clients == clients[1:]
+
+
+@pytest.mark.parametrize("held_out", [None, [], [{"prompt": "other"}]])
+def test_evaluation_on_training_prompts_warns_once(held_out: list[dict[str, Any]] | None, tmp_path: Path) -> None:
+    world = PlainEnvironment([{"prompt": "q"}], lambda completion: 0.0, eval_dataset=held_out)
+    values = {"env": [{"id": "world"}], "eval": {}, "val": {}, "output_dir": tmp_path}
+    lines = list[str]()
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    build_schedules(OrchestratorConfig.model_validate(values), {"world": world}, {"world": world}, 0)
+    logger.remove(sink)
+    expected = [] if held_out else ["world is evaluated on its training prompts: give it an eval_dataset"]
+    assert len(lines) == len(expected) and all(map(str.startswith, lines, expected))
