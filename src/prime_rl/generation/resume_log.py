@@ -94,7 +94,8 @@ class ResumeLog:
     """Finished rollouts of one environment by example; `elapsed` is the total time in seconds.
 
     The file name contains a digest of the settings that the rollouts depend on, every line a digest of its row.
-    Raises `ValueError` while another process writes the file.
+    A warning names logs of other settings in the same folder, which are kept. Raises `ValueError` while another process
+    writes the file.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool = True) -> None:
@@ -117,6 +118,19 @@ class ResumeLog:
         if not resume:
             os.truncate(self._fd, 0)
         self._read()
+        if resume and not self._results:
+            self._report_others()
+
+    def _report_others(self) -> None:
+        """Log that rollouts of the same folder are not used."""
+        from loguru import logger
+
+        for path in sorted(self.path.parent.glob(".unfinished-*.journal")):
+            if path != self.path and path.stat().st_size:
+                logger.warning(
+                    f"The rollouts in {path} are of other settings or other code of the environment: they are kept, "
+                    "but not used"
+                )
 
     def _read(self) -> None:
         """Load the file and truncate an incomplete last line, to which the next one would be appended."""

@@ -300,6 +300,21 @@ def test_changed_settings_reuse_nothing(tmp_path: Path, change: list[str]) -> No
     assert len(again.requested) == 12
 
 
+def test_changed_environment_code_reuses_nothing(tmp_path: Path) -> None:
+    code = tmp_path / "edited.py"
+    code.write_text("def load_environment(): return 1\n")
+    config = parse("--env.0.id", str(code), "--env.0.name", "reverse-text", "--output_dir", str(tmp_path))
+    run_echo(config, Counting(), remove=False)
+    [kept] = (tmp_path / "evals" / "reverse-text").glob(".unfinished-*")
+    code.write_text("def load_environment(): return 2\n")
+    again, lines = Counting(), list[str]()
+    handler = logger.add(lines.append, format="{message}")
+    run_echo(config, again)
+    logger.remove(handler)
+    assert again.requested and kept.exists()
+    assert sum(f"The rollouts in {kept} are of other settings or other code" in line for line in lines) == 1
+
+
 def test_retryable_failures_are_retried(tmp_path: Path) -> None:
     for kind, expected in (("ConnectionError", 1), ("OverlongPrompt", 0)):
         config = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path / kind))
