@@ -29,6 +29,7 @@ def run_command(
     summary: str,
     explain: Callable[[Any], list[str]] = lambda _: [],
     preview: Callable[[Any], str | None] = lambda _: None,
+    check: Callable[[Any], None] = lambda _: None,
     record: Callable[[Any], BaseConfig | None] = lambda _: None,
     writes: Callable[[Any], bool] = lambda _: True,
     locks: Callable[[Any], str | None] = lambda _: None,
@@ -37,9 +38,10 @@ def run_command(
 
     `config_cls` is the config class that `run` takes, or its location as "module:name", imported when needed.
     `explain` returns comment lines that --dry-run prints before the values; `preview` returns text printed instead of
-    them. `record` returns the config to write to `<output_dir>/configs/<prog>.toml`, if any. `writes`: whether the
-    command writes to `output_dir`, which is then created. `locks` returns the part of it that no other process may
-    write; a process that a launcher starts leaves the lock to it.
+    them. `check` raises `ValueError` for a start that is refused, before anything is recorded. `record` returns the
+    config to write to `<output_dir>/configs/<prog>.toml`, if any. `writes`: whether the command writes to `output_dir`,
+    which is then created. `locks` returns the part of it that no other process may write; a process that a launcher
+    starts leaves the lock to it.
     """
     protect_output()
     argv = sys.argv[1:]
@@ -74,6 +76,7 @@ def run_command(
         if writes(config):
             _check_output_dir(config)
         with _lock(config, locks(config)):
+            check(config)
             if (recorded := record(config)) is not None:
                 _record(recorded, prog)
             return run(config)

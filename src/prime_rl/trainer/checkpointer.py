@@ -10,13 +10,13 @@ from typing import Any
 
 from loguru import logger
 
-from prime_rl.runtime.run_dir import RunDir, find_used
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.backend import Backend
 from prime_rl.trainer.ckpt import PART, is_checkpoint_due, load_checkpoint, save_checkpoint
 from prime_rl.trainer.config import SKIPS, CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.optim import build_schedule
 from prime_rl.trainer.optim_config import check_schedule
-from rollouts.training.steps import complete_steps, prune_commits, remove_unfinished
+from rollouts.training.steps import prune_commits, remove_unfinished
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,8 @@ def _save(root: Path, step: int, backend: Backend, progress: Mapping[str, Any]) 
     )
 
 
-def reject_or_archive_earlier_run(
-    run: RunDir, model_dir: Path, ckpt_parts: tuple[str, ...], *, is_fake_data: bool
-) -> None:
-    """Ensure that a new run neither mixes with another run nor overwrites its output.
-
-    Raises `ValueError` for a directory with steps of another run; with `is_fake_data` these are moved to `attempts/N`
-    instead.
-    """
-    # An orchestrator started earlier may already have published its checkpoint parts.
-    used = find_used(run.version_dirs) or complete_steps(run.checkpoints, (PART,))
-    inside = model_dir.is_relative_to(run.weights.resolve())
-    if used and (not is_fake_data or inside or find_used([run.broadcasts])):
-        raise ValueError(run.describe_used(ckpt_parts))
+def archive_earlier_run(run: RunDir) -> None:
+    """Move steps that a new run would overwrite, such as those of another run with fake data, to `attempts/N`."""
     first = dict.fromkeys((run.weights, run.average, run.checkpoints), -1)
     if (folder := run.archive_steps(first, PART)) is not None:
         logger.info(f"Versions of an earlier run moved to {folder}")
@@ -75,7 +64,6 @@ def reject_or_archive_earlier_run(
 def resume(
     config: TrainConfig | SFTConfig,
     backend: Backend,
-    ckpt_parts: tuple[str, ...],
     check_progress: Callable[[Mapping[str, Any]], object] = lambda _: None,
 ) -> tuple[dict[str, Any], int]:
     """Load the configured checkpoint, if any; returns the saved progress and the first step.
@@ -89,7 +77,7 @@ def resume(
 
     def choose() -> None:
         requested = None if ckpt is None else ckpt.resume_step
-        chosen.append(run.find_resume_step(requested, ckpt_parts, verify=PART))
+        chosen.append(run.find_resume_step(requested, config.ckpt_parts, verify=PART))
 
     ranks.run_on_rank0(choose)
     step: int | None = json.loads(ranks.broadcast(json.dumps(chosen[0] if chosen else None).encode()))

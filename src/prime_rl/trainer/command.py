@@ -6,16 +6,19 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from prime_rl.configuration.command import run_command
 from prime_rl.runtime.machine import share_heap
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir, find_used
 from prime_rl.runtime.run_page import offer_page
 from prime_rl.runtime.run_state import StateRecorder
+from rollouts.training.steps import complete_steps
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.config import ParallelDims, TrainerConfig
+    from prime_rl.trainer.config import ParallelDims, SFTConfig, TrainConfig, TrainerConfig
 
 
 def run_trainer(
@@ -51,6 +54,10 @@ def run_trainer(
                 raise SystemExit(code)
         return 0
 
+    def check(config: Any) -> None:
+        if not config.bench and int(os.environ.get("RANK", "0")) == 0:  # a benchmark has a directory of its own
+            check_output_dir(config)
+
     def find_lock(config: Any) -> str | None:
         is_submission = prog == "sft" and config.deployment.type != "local"
         is_other_rank = int(os.environ.get("RANK", "0")) > 0
@@ -63,6 +70,7 @@ def run_trainer(
             run,
             summary=summary,
             preview=preview,
+            check=check,
             record=build_record,
             writes=lambda config: not config.bench,
             locks=find_lock,
@@ -83,6 +91,23 @@ def build_record(config: TrainerConfig) -> TrainerConfig | None:
     """
     is_launched = "RANK" in os.environ and TOKEN_VARIABLE in os.environ
     return None if config.bench or is_launched else config.without_skips()
+
+
+def check_output_dir(config: TrainConfig | SFTConfig) -> None:
+    """Ensure that a run neither mixes with another one nor overwrites its output.
+
+    Raises `ValueError` without the checkpoint to resume from, and for a new run in a directory with steps of another
+    one; a run with fake data moves these away instead. For rank 0: others may see an older state of the file system.
+    """
+    run, resume_step = RunDir(config.output_dir), None if config.ckpt is None else config.ckpt.resume_step
+    if resume_step is not None:
+        run.find_resume_step(resume_step, config.ckpt_parts)
+        return
+    # An orchestrator started earlier may already have published its checkpoint parts.
+    used = find_used(run.version_dirs) or complete_steps(run.checkpoints, CKPT_PARTS[:1])
+    inside = Path(config.model.name).expanduser().resolve().is_relative_to(run.weights.resolve())
+    if used and (not config.has_fake_data or inside or find_used([run.broadcasts])):
+        raise ValueError(run.describe_used(config.ckpt_parts))
 
 
 def count_missing_ranks(parallel: ParallelDims, environ: Mapping[str, str]) -> int:

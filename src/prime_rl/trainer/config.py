@@ -15,6 +15,7 @@ from prime_rl.configuration.sections import (
     TransportConfig,
 )
 from prime_rl.deployment.config import Deployment, LocalDeployment
+from prime_rl.runtime.run_dir import CKPT_PARTS
 from prime_rl.trainer.model_config import (
     ActivationConfig,
     ActivationOffloadConfig,
@@ -329,6 +330,16 @@ class TrainConfig(TrainerConfig):
     logprob_dump_interval: int | None = Field(default=None, ge=1)
     """Interval, in steps, of writing per-token trainer log-probs to trainer_logprobs.jsonl for `monitor`."""
 
+    @property
+    def has_fake_data(self) -> bool:
+        """Whether batches are random tokens."""
+        return self.data.fake is not None
+
+    @property
+    def ckpt_parts(self) -> tuple[str, ...]:
+        """Parts of a complete checkpoint: that of the trainer, and with an orchestrator its own."""
+        return CKPT_PARTS[: 1 if self.has_fake_data else 2]
+
     @model_validator(mode="after")
     def _check_distillation_parallelism(self) -> TrainConfig:
         cut = next((name for name in ("tp", "cp") if getattr(self.parallel, name) > 1), None)
@@ -442,6 +453,16 @@ class SFTConfig(TrainerConfig):
     def has_end(self) -> bool:
         """Whether the run ends by itself."""
         return self.max_steps is not None or self.num_epochs is not None
+
+    @property
+    def has_fake_data(self) -> bool:
+        """Whether batches are random tokens."""
+        return self.data.type == "fake"
+
+    @property
+    def ckpt_parts(self) -> tuple[str, ...]:
+        """Parts of a complete checkpoint: that of the trainer."""
+        return CKPT_PARTS[:1]
 
     @model_validator(mode="after")
     def _check_num_epochs(self) -> SFTConfig:

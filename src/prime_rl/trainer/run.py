@@ -21,8 +21,8 @@ from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.telemetry.progress import format_seconds, show_progress
 from prime_rl.trainer.backend import Backend, build_backend
-from prime_rl.trainer.checkpointer import Checkpointer, reject_or_archive_earlier_run, resume
-from prime_rl.trainer.ckpt import PART
+from prime_rl.trainer.checkpointer import Checkpointer, archive_earlier_run, resume
+from prime_rl.trainer.command import check_output_dir
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.micro_batch_size import measure_num_rows
 from prime_rl.trainer.parallel_dims import destroy_process_group
@@ -158,20 +158,15 @@ def summarize(run: RunDir, num_steps: int, *, resumable: bool) -> str:
     return "".join(f"  {name:<8} {value}\n" for name, value in table.items())
 
 
-def start_backend(
-    config: TrainConfig | SFTConfig, process: str, *, ckpt_parts: tuple[str, ...] = (PART,), is_fake_data: bool = False
-) -> Backend:
-    """Set up logging, load the model and check the run directory.
-
-    `ckpt_parts`, `is_fake_data`: see `reject_or_archive_earlier_run`.
-    """
+def start_backend(config: TrainConfig | SFTConfig, process: str) -> Backend:
+    """Check the run directory, set up logging and load the model."""
     run_dir, rank = RunDir(config.output_dir), int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        check_output_dir(config)  # the command has done it, too, before it recorded its config
     setup_logger(find_log_name(process), config.log, run_dir.logs, console=rank == 0)
     backend = _build_logged_backend(config)
     if config.ckpt is None or config.ckpt.resume_step is None:
-        backend.ranks.run_on_rank0(
-            lambda: reject_or_archive_earlier_run(run_dir, backend.model_dir, ckpt_parts, is_fake_data=is_fake_data)
-        )
+        backend.ranks.run_on_rank0(lambda: archive_earlier_run(run_dir))
     return backend
 
 
@@ -185,17 +180,13 @@ def build_run(
     process: str,
     backend: Backend,
     *,
-    ckpt_parts: tuple[str, ...] = (PART,),
     tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
     check_progress: Callable[[Mapping[str, Any]], object] = lambda _: None,
 ) -> TrainerRun:
-    """Set up a run, resuming from a checkpoint if configured: all `ckpt_parts` must be complete.
-
-    `check_progress`: see `resume`.
-    """
+    """Set up a run, resuming from a checkpoint if configured; `check_progress`: see `resume`."""
     out, rank, place = RunDir(config.output_dir), backend.ranks.rank, backend.placement
-    progress, first_step = resume(config, backend, ckpt_parts, check_progress)
+    progress, first_step = resume(config, backend, check_progress)
     if rank == 0:
         remove_unfinished(out.weights)
         remove_unfinished(out.broadcasts)
@@ -207,7 +198,7 @@ def build_run(
     run = TrainerRun(
         backend,
         build_publisher(config, backend, model_files, first_step - 1),
-        Checkpointer(out.checkpoints, backend, config.ckpt, config.max_steps, ckpt_parts),
+        Checkpointer(out.checkpoints, backend, config.ckpt, config.max_steps, config.ckpt_parts),
         StepLogger(monitor, perf, first_step),
         progress,
         first_step,

@@ -11,7 +11,6 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from prime_rl.runtime.run_dir import CKPT_PARTS
 from prime_rl.trainer.command import count_missing_ranks, run_trainer
 
 if TYPE_CHECKING:
@@ -39,10 +38,8 @@ def train(config: TrainConfig) -> int:
     from rollouts.training.rl_losses import compute_sequence_kl_advantages
 
     config.loss.import_custom()  # fails before the model is loaded
-    is_fake = config.data.fake is not None
-    ckpt_parts = CKPT_PARTS[: 1 if is_fake else 2]
-    backend = start_backend(config, "trainer", ckpt_parts=ckpt_parts, is_fake_data=is_fake)
-    run = build_run(config, "trainer", backend, ckpt_parts=ckpt_parts)
+    backend = start_backend(config, "trainer")
+    run = build_run(config, "trainer", backend)
     timer, cores = run.timer, open_core_lease()
     vocab_size = backend.model.config.vocab_size
     batches = build_batches(config, vocab_size)

@@ -46,7 +46,7 @@ def train(config: SFTConfig) -> int:
     from rollouts.training.rl_losses import nll_loss
 
     tokenizer = build_tokenizer(config)
-    backend = start_backend(config, "sft", is_fake_data=config.data.type == "fake")
+    backend = start_backend(config, "sft")
     check_seq_len(config, backend.model.max_positions)
     batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer)
     if config.num_epochs is not None:

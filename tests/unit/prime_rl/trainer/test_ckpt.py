@@ -20,7 +20,7 @@ from prime_rl.trainer.ckpt import (
     load_checkpoint,
     save_checkpoint,
 )
-from prime_rl.trainer.command import build_record
+from prime_rl.trainer.command import build_record, run_trainer
 from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.rl.train import train as train_rl
 from prime_rl.trainer.sft.train import train as train_sft
@@ -122,6 +122,26 @@ def test_resume_without_checkpoint_rejects_used_directory(tmp_path: Path, kind: 
         run(make(tmp_path / "out", ckpt={"interval": 2, "resume_step": -1}))
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
     run(make(tmp_path / "new", max_steps=5, ckpt={"interval": 2, "resume_step": -1}))  # a new directory is fine
+
+
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_refused_start_keeps_the_recorded_config(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = sft_config(tmp_path / "out", max_steps=1)
+    train_sft(config)
+    write_config(config, tmp_path / "out" / "configs" / "sft.toml")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    argv = ["sft", "--data.name", str(config.data.name), "--model.name", "tiny-qwen3", "--optim.lr", "0.5", *options]
+    monkeypatch.setattr("sys.argv", [*argv, "--output-dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as caught:
+        run_trainer(
+            "sft", "prime_rl.trainer.config:SFTConfig", lambda _: pytest.fail("must not start"), summary="Trains."
+        )
+    assert caught.value.code == 2 and "holds an earlier run (weights up to step_1)" in capsys.readouterr().err
+    after = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert {path for path in after if path.name != ".lock-trainer"} == set(before)
+    assert all(after[path] == content for path, content in before.items())
 
 
 def test_a_new_run_keeps_the_checkpoints_of_another(tmp_path: Path) -> None:
