@@ -215,7 +215,8 @@ def _is_option(word: str) -> bool:
 def _is_before_file(argv: Sequence[str], position: int) -> bool:
     """Whether an option without a value of its own stands before `@ file`."""
     word = argv[position]
-    return _is_option(word) and "=" not in word and argv[position + 1 : position + 2] == ["@"]
+    follows = position + 1 < len(argv) and argv[position + 1] == "@"
+    return follows and _is_option(word) and "=" not in word
 
 
 def _is_switch(builder: ConfigBuilder, word: str) -> bool:

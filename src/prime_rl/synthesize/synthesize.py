@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.configuration.command import run_command
 from prime_rl.runtime.run_dir import RunDir
-from rollouts.training.datasets.rows import ROLLOUTS
 
 if TYPE_CHECKING:
     from prime_rl.configuration.sections import GenerationEnvConfig
@@ -63,7 +62,7 @@ async def synthesize_environment(
 
     name, root = env.name or env.id, RunDir(config.output_dir).synthesize
     rows = choose_rows(environment, env, config, config.split)
-    folder = root / ROLLOUTS / name.replace("/", "_")
+    folder = _find_rollouts(root) / name.replace("/", "_")
     resume_log = run.open_resume_log(folder, env, endpoint, config.model.name, config.split)
     groups = await run_missing(resume_log, environment, rows, env, config, endpoint)
     verdicts = choose_results(groups, config.keep)
@@ -86,7 +85,7 @@ def write_rows(
 
     file, pairs = name.replace("/", "_"), list(_pairs(groups, verdicts))
     all_rows = [msgspec.structs.asdict(result) | {"verdict": verdict} for result, verdict in pairs]
-    _write_whole(root / ROLLOUTS / file / "results.jsonl", all_rows)
+    _write_whole(_find_rollouts(root) / file / "results.jsonl", all_rows)
     kept = [to_row(result, name, model) for result, verdict in pairs if verdict is FilterVerdict.KEPT]
     _write_whole(root / f"{file}.jsonl", kept)
 
@@ -117,6 +116,13 @@ def _pairs(
     return [pair for group, row in zip(groups, verdicts, strict=True) for pair in zip(group, row, strict=True)]
 
 
+def _find_rollouts(root: Path) -> Path:
+    """Folder of all rollouts, kept or dropped."""
+    from rollouts.training.datasets.rows import ROLLOUTS
+
+    return root / ROLLOUTS
+
+
 def _write_whole(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     from rollouts.training.metrics import append_jsonl
 
@@ -141,7 +147,7 @@ def show_summary(summaries: Mapping[str, Mapping[str, float]], config: Synthesiz
     first = f"{next(iter(summaries)).replace('/', '_')}.jsonl"
     paths = {
         "data set": root / first if len(summaries) == 1 else root,
-        "rollouts": root / ROLLOUTS,
+        "rollouts": _find_rollouts(root),
         "metrics": RunDir(config.output_dir).metrics,
         "next": f"sft --data.name {root / first if len(summaries) == 1 else root} --model.name <model>",
     }
