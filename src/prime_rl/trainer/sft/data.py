@@ -28,6 +28,10 @@ class SampleSource(Protocol):
     def sizes(self) -> Sequence[int]:
         """Number of samples per source."""
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest sample."""
+
     def __len__(self) -> int: ...
 
     def length(self, index: int) -> int:
@@ -202,6 +206,11 @@ class FakeSource:
     def __len__(self) -> int:
         return FAKE_ROWS
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest sample."""
+        return self.config.seq_len
+
     def length(self, index: int) -> int:
         """Number of tokens of the sample at this index."""
         return len(self.sample(index).tokens)
@@ -276,11 +285,16 @@ def check_first_rows(config: SFTConfig) -> None:
         check_data(_select_val_data(config.data, config.val), tokenizer)
 
 
-def check_seq_len(config: SFTConfig, max_positions: int | None) -> None:
-    """`ValueError` for rows that may be longer than the positions of the model; see `CausalLM.max_positions`."""
-    seq_len = config.data.seq_len
-    if max_positions is not None and seq_len > max_positions:
-        raise ValueError(f"data.seq_len {seq_len} is above the {max_positions} positions of this model: lower it")
+def check_positions(batches: SFTBatches, max_positions: int | None) -> None:
+    """`ValueError` for samples longer than the positions of the model; see `CausalLM.max_positions`."""
+    if max_positions is None:
+        return
+    longest = max([batches.source.longest, *(len(sample.tokens) for sample in batches.held_out)])
+    if longest > max_positions:
+        raise ValueError(
+            f"the longest sample has {longest:,} tokens, but this model has {max_positions:,} positions: lower data.seq_len to "
+            f"{max_positions}"
+        )
 
 
 def build_tokenizer(config: SFTConfig) -> Tokenizer | None:

@@ -66,6 +66,11 @@ class TokenizedSamples:
         self.ends.append(len(self.tokens))
         self.sizes[-1] += 1
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest sample."""
+        return max(map(self.length, range(len(self))))
+
     def length(self, index: int) -> int:
         """Number of tokens of the sample at this index."""
         return self.ends[index + 1] - self.ends[index]

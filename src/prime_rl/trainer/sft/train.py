@@ -41,14 +41,14 @@ def train(config: SFTConfig) -> int:
         return run_bench(config, train)
     from prime_rl.runtime.tokenizer import resolve_model_dir
     from prime_rl.trainer.run import build_run, start_backend
-    from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer, check_seq_len
+    from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer, check_positions
     from prime_rl.trainer.sft.validation import is_val_due, run_validation
     from rollouts.training.rl_losses import nll_loss
 
     tokenizer = build_tokenizer(config)
     backend = start_backend(config, "sft")
-    check_seq_len(config, backend.model.max_positions)
     batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer)
+    check_positions(batches, backend.model.max_positions)
     if config.num_epochs is not None:
         config = set_num_steps(config, batches.count_steps(config.num_epochs), backend)
     run = build_run(

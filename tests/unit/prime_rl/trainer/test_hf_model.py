@@ -127,9 +127,26 @@ def test_rows_longer_than_the_table_of_positions_are_refused(tmp_path: Path) -> 
         "output_dir": tmp_path / "run",
         "log": {"file": False},
     }
-    with pytest.raises(ValueError, match=r"data\.seq_len 129 is above the 128 positions of this model: lower it"):
+    with pytest.raises(
+        ValueError, match=r"the longest sample has 129 tokens, .* 128 positions: lower data\.seq_len to 128"
+    ):
         train_sft(SFTConfig.model_validate(values))
     assert train_sft(SFTConfig.model_validate(values | {"data": values["data"] | {"seq_len": 128}})) == 0
+
+
+def test_packs_may_be_longer_than_the_table_of_positions(tmp_path: Path) -> None:
+    """Positions restart in each sample."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "ab", "completion": "ba"}\n' * 20)
+    values: dict[str, Any] = {
+        "model": {"name": str(save_model("gpt2", tmp_path))},
+        "tokenizer": {"name": "tiny-qwen3"},
+        "data": {"name": str(rows), "seq_len": 300, "batch_size": 1},
+        "max_steps": 1,
+        "output_dir": tmp_path / "run",
+        "log": {"file": False},
+    }
+    assert train_sft(SFTConfig.model_validate(values)) == 0
 
 
 LONG_ROPE = {
