@@ -5,7 +5,6 @@ start server (for a local model) + load environments --> work --> remove resume 
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -52,9 +51,8 @@ class GenerationRun:
     ) -> dict[str, Any]:
         """Everything that the rollouts of an environment depend on, except its rows."""
         from prime_rl.runtime.tokenizer import fingerprint_model
-        from rollouts.training.environments import find_code, find_environment
+        from rollouts.training.environments import digest_code, find_environment
 
-        code = find_code(find_environment(env.factory[0]))
         config = self.config
         served = config.model.model_dump(exclude={"name"})
         return {
@@ -62,7 +60,7 @@ class GenerationRun:
             "servers": self.base_urls,
             "env": [*env.factory, *([] if env.command is None else [env.command])],
             "split": split,
-            "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in code],
+            "code": digest_code(find_environment(env.factory[0])),
             "rollouts": config.num_rollouts(env),
             "sampling": config.sampling.model_dump(),
             "seed": config.seed,

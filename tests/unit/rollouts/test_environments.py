@@ -190,16 +190,6 @@ def test_an_installed_environment_has_the_requested_version(tmp_path: Path, monk
         finding.find_environment("org/versioned-env@1.3", [])
 
 
-def test_code_of_an_environment_is_what_it_imports(tmp_path: Path) -> None:
-    (tmp_path / "my_env" / "my_env" / "parts").mkdir(parents=True)
-    package = tmp_path / "my_env" / "my_env"
-    texts = {"__init__": "import re\nfrom my_env.scores import f", "scores": "from .parts import g", "other": ""}
-    for name, text in {**texts, "parts/__init__": ""}.items():
-        (package / f"{name}.py").write_text(text)
-    found = finding.find_code(finding.find_environment(str(tmp_path / "my_env")))
-    assert found == [package / f"{name}.py" for name in ("__init__", "parts/__init__", "scores")]
-
-
 @pytest.mark.parametrize(
     ("code", "env_args", "message"),
     [

@@ -292,8 +292,8 @@ def check_positions(batches: SFTBatches, max_positions: int | None) -> None:
     longest = max([batches.source.longest, *(len(sample.tokens) for sample in batches.held_out)])
     if longest > max_positions:
         raise ValueError(
-            f"the longest sample has {longest:,} tokens, but this model has {max_positions:,} positions: lower data.seq_len to "
-            f"{max_positions}"
+            f"the longest sample has {longest:,} tokens, but this model has {max_positions:,} positions: lower "
+            f"data.seq_len to {max_positions}"
         )
 
 

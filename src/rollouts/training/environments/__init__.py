@@ -5,8 +5,9 @@ from __future__ import annotations
 from rollouts.training.environments.loading import load_environment
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import Environment, Row
-from rollouts.training.environments.resolve import check_environment, find_code, find_environment
+from rollouts.training.environments.resolve import check_environment, find_environment
 from rollouts.training.environments.seats import Frozen, Game, SeatEnvironment
+from rollouts.training.environments.source_code import digest_code
 from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment, check_verifiers
 
 __all__ = [
@@ -19,7 +20,7 @@ __all__ = [
     "VerifiersEnvironment",
     "check_environment",
     "check_verifiers",
-    "find_code",
+    "digest_code",
     "find_environment",
     "load_environment",
 ]

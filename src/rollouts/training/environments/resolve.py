@@ -71,24 +71,6 @@ def find_environment(env_id: str, search_dirs: Sequence[Path] | None = None) -> 
     return EnvSource(env_id, name, None, file if file.suffix == ".py" else None, factory)
 
 
-def find_code(source: EnvSource) -> list[Path]:
-    """The file of an environment and the Python files beside it that it imports, directly or not, in order of paths."""
-    found: set[Path] = set()
-    todo = [source.file] if source.file is not None else []
-    while todo:
-        file = todo.pop()
-        if file in found or not file.is_file():
-            continue
-        found.add(file)
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):
-            continue
-        names = {part for node in ast.walk(tree) for part in _imported_parts(node)}
-        todo += [file.parent / path for name in names for path in (f"{name}.py", f"{name}/__init__.py")]
-    return sorted(found)
-
-
 def _check_version(env_id: str, name: str, version: str) -> None:
     """Raise `ValueError` if another version of the package is installed; "latest" is any."""
     try:
@@ -232,14 +214,6 @@ def _imported_names(node: ast.AST) -> list[str]:
     return (
         [node.module.partition(".")[0]] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
     )
-
-
-def _imported_parts(node: ast.AST) -> list[str]:
-    """Parts of the dotted names of an import, any of which may be a module beside the importing one."""
-    if not isinstance(node, (ast.Import, ast.ImportFrom)):
-        return []
-    names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-    return [part for name in names for part in name.split(".") if part]
 
 
 def _read_parameters(tree: ast.Module, factory: str) -> Parameters | None:
