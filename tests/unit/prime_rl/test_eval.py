@@ -25,6 +25,7 @@ from prime_rl.runtime.machine import find_free_port
 from prime_rl.utils.monitor import build_monitor
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
 from rollouts.training.agent_integration import Rollout, Turn
+from rollouts.training.environments import digest_code
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import publish_step
 from rollouts.training.types import Status
@@ -307,6 +308,7 @@ def test_changed_environment_code_reuses_nothing(tmp_path: Path) -> None:
     run_echo(config, Counting(), remove=False)
     [kept] = (tmp_path / "evals" / "reverse-text").glob(".unfinished-*")
     code.write_text("def load_environment(): return 2\n")
+    digest_code.cache_clear()  # of the process before
     again, lines = Counting(), list[str]()
     handler = logger.add(lines.append, format="{message}")
     run_echo(config, again)
