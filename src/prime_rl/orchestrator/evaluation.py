@@ -312,7 +312,8 @@ def build_schedules(
 def warn_of_training_prompts(name: str, environment: Environment, trained: Environment) -> None:
     """Warn if the evaluation examples are the training prompts, which are also the fallback of environments."""
     examples, prompts = environment.rows("eval"), trained.rows("train")
-    if examples and list(map(fingerprint, examples)) == list(map(fingerprint, prompts)):
+    pairs = zip(examples, prompts, strict=False)
+    if examples and len(examples) == len(prompts) and all(fingerprint(a) == fingerprint(b) for a, b in pairs):
         logger.warning(
             f"{name} is evaluated on its training prompts: give it an eval_dataset to measure what it does on others"
         )

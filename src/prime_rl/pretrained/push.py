@@ -16,6 +16,7 @@ from prime_rl.configuration.arguments import CommandParser
 from prime_rl.pretrained.cache import models_cache_dir
 from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.tokenizer import ASSETS_DIR
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, is_adapter
 from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import is_complete, latest_step, parse_step, step_path
@@ -63,8 +64,8 @@ def find_hub_id(base: str | None) -> str | None:
     name = Path(base).name if Path(base).parent == models_cache_dir() else base
     if name in KNOWN_MODELS:
         return KNOWN_MODELS[name].hub_id
-    is_local = Path(base).expanduser().exists() or base.startswith(("/", "~", ".")) or base.count("/") != 1
-    return None if is_local else base
+    is_local = Path(base).expanduser().exists() or (ASSETS_DIR / base).is_dir() or base.startswith(("/", "~", "."))
+    return None if is_local or base.count("/") > 1 else base
 
 
 def rewrite_adapter_config(directory: Path) -> bytes:

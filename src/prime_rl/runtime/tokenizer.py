@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.pretrained.cache import models_cache_dir, resolve_gguf
-from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
+from prime_rl.pretrained.fetch import HUB_FILES, KNOWN_MODELS, fetch_model
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
 from rollouts.training.datasets.rows import describe_hub_error
@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
-HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
 HUB_CODE_FILES = ("*.py", "*.tiktoken")
 """Code of a tokenizer, and a format that only such code reads."""
 

@@ -203,7 +203,7 @@ class Backend:
                 return total if inputs.values is None else total + inputs.values.sum()
             output = loss(replace(inputs, sample_ids=tuple(micro.sample_ids)))
             stats.merge(output.stats)
-            further = (total / max(counts[unit], 1.0) for unit, total in output.further.items())
+            further = (total / (counts[unit] or 1.0) for unit, total in output.further.items())
             return sum(further, output.loss_sum / global_count)
 
         if global_count:

@@ -380,6 +380,15 @@ def test_milestones_survive_a_resume(tmp_path: Path, schedule: Callable[[Any], A
     assert rates[0] == rates[1] and rates[0][-1] == pytest.approx(1e-4)
 
 
+def test_saved_milestones_replace_those_of_the_program(tmp_path: Path) -> None:
+    saving, resumed = (build_backend(tmp_path / name) for name in "ab")
+    saving.scheduler, resumed.scheduler = MultiStepLR(saving.optimizer, [2]), MultiStepLR(resumed.optimizer, [3])
+    step(saving, batch := build_batch())
+    resumed.start_from(anyio.run(saving.save_checkpoint, 1, {}))
+    rates = [[step(backend, batch)["lr"] for _ in range(3)] for backend in (saving, resumed)]
+    assert rates[0] == rates[1] and rates[0][-1] < rates[0][0]
+
+
 def test_numpy_settings_of_an_optimizer_can_be_loaded(tmp_path: Path) -> None:
     saving, resumed = (build_backend(tmp_path / name) for name in "ab")
     saving.optimizer.param_groups[0].update(lr=np.float64(2e-2), betas=(np.float64(0.5), 0.95))

@@ -81,8 +81,9 @@ def test_sft_resumed_is_sft_uninterrupted(tmp_path: Path) -> None:
     again = run(run_sft_training, resumed, samples, SFTTrainingConfig(5, 3))
     assert again == rows[4:] and weights_equal(straight, resumed)
     run(resumed.load_checkpoint, tmp_path / "a" / "step_4")
-    with pytest.raises(ValueError, match="other prompts"):
-        run(run_sft_training, resumed, build_samples(5, seed=9), SFTTrainingConfig(1, 3))
+    for _ in range(2):  # again, as in a notebook
+        with pytest.raises(ValueError, match="other prompts"):
+            run(run_sft_training, resumed, build_samples(5, seed=9), SFTTrainingConfig(1, 3))
 
 
 def test_a_second_sft_run_continues_or_is_a_new_stage(tmp_path: Path) -> None:
@@ -126,6 +127,8 @@ def test_micro_batches_change_nothing(tmp_path: Path) -> None:
 def test_metrics_are_those_of_all_micro_batches() -> None:
     rows = [{"loss": 1.0, "grad_norm": 3.0, "r/max": 2.0, "r/min": 0.5}, {"loss": 4.0, "r/max": 1.0, "r/min": 0.1}]
     rows[1] |= {"grad_norm": 2.0, "ref_kl": 0.5}
+    others: list[Any] = [{"note": "a", "best": None}, {"note": "b", "best": None}]
+    assert merge_rows(others, [2, 1]) == {"note": "b", "best": None}
     assert merge_rows(rows, [2, 1]) == {"loss": 2.0, "grad_norm": 2.0, "r/max": 2.0, "r/min": 0.1, "ref_kl": 0.5}
 
 

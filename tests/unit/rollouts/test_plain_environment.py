@@ -79,6 +79,11 @@ def test_rewards_have_stable_and_distinct_names() -> None:
 
     _, [rollout] = run(PlainEnvironment(ROWS, [Judge(), functools.partial(times, factor=2)]), "5")
     assert rollout.metrics == {"Judge": 5.0, "times": 10.0}
+    rewards = [Judge(), functools.partial(times, factor=2), Judge(), functools.partial(times, factor=3)]
+    _, [rollout] = run(PlainEnvironment(ROWS, rewards), "5")
+    assert rollout.metrics == {"Judge": 5.0, "times": 10.0, "Judge_2": 5.0, "times_2": 15.0}
+    with pytest.raises(ValueError, match="reward <built-in function max> does not name its parameters: wrap it"):
+        PlainEnvironment(ROWS, max)
     with pytest.raises(ValueError, match="two reward functions have the name '<lambda>': give each its own"):
         PlainEnvironment(ROWS, [lambda completion: 1.0, lambda completion: 5.0])
 

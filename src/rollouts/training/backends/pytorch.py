@@ -314,10 +314,11 @@ def _plain_state(scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> dict
 
 
 def _restore_keys(saved: Any, own: Any) -> Any:
-    """`saved` with the keys of `own`: JSON turned those that are numbers, such as milestones, into text."""
+    """`saved` with keys like those of `own`: JSON turned those that are numbers, such as milestones, into text."""
     if isinstance(saved, dict) and isinstance(own, dict):
-        keys = {str(key): key for key in own}
-        return {keys.get(name, name): _restore_keys(value, own.get(keys.get(name))) for name, value in saved.items()}
+        are_numbers = bool(own) and all(isinstance(key, int) for key in own)
+        keys = {name: int(name) if are_numbers and name.isdecimal() else name for name in saved}
+        return {keys[name]: _restore_keys(value, own.get(keys[name])) for name, value in saved.items()}
     if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
         return [_restore_keys(value, mine) for value, mine in zip(saved, own, strict=True)]
     return saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -74,7 +75,7 @@ class PlainEnvironment:
             raise ValueError("the dataset has no rows: give at least one dict with a prompt")
         pairs = [rewards] if callable(rewards) else list(rewards)
         self.rewards = [pair if isinstance(pair, tuple) else (pair, 1.0) for pair in pairs]
-        _check_rewards(self.rewards)
+        self._reward_names = _check_rewards(self.rewards)
 
     def rows(self, split: str = "train") -> list[Row]:
         """The rows of a split; "eval" falls back to the training rows."""
@@ -156,8 +157,7 @@ class PlainEnvironment:
         text, messages = completion_text(rollout.completion), rollout.completion
         values = (text, messages, row["prompt"], row.get("answer"), row.get("info"), row, state)
         known = dict(zip(REWARD_PARAMETERS, values, strict=True))
-        for function, weight in self.rewards:
-            name = name_reward(function)
+        for name, (function, weight) in zip(self._reward_names, self.rewards, strict=True):
             try:
                 value = await _maybe_async(function(**_select_arguments(function, known)))
             except Exception as error:
@@ -167,10 +167,23 @@ class PlainEnvironment:
             rollout.reward += weight * value
 
 
-def name_reward(function: Reward) -> str:
-    """Name of the metric of a reward function: its own, that of the function of a partial, else its class."""
-    name = getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", None)
-    return str(name or type(function).__name__)
+def name_rewards(functions: Sequence[Reward]) -> list[str]:
+    """Names of the metrics of reward functions: their own, else that of a partial's function or of the class.
+
+    The second and later objects of one class, or partials of one function, have a number: `Contains_2`. `ValueError`
+    for two functions of one name.
+    """
+    names = list[str]()
+    for function in functions:
+        own = getattr(function, "__name__", None)
+        name = str(own or getattr(getattr(function, "func", None), "__name__", None) or type(function).__name__)
+        if own is None:
+            numbered = (f"{name}_{n}" for n in itertools.count(2))
+            name = name if name not in names else next(other for other in numbered if other not in names)
+        if name in names:
+            raise ValueError(f"two reward functions have the name {name!r}: give each its own, by def or its __name__")
+        names.append(name)
+    return names
 
 
 def agent_reward(state: dict[str, Any]) -> float:
@@ -179,13 +192,11 @@ def agent_reward(state: dict[str, Any]) -> float:
     return float(state.get("exit_code") == 0) if reported is None else float(reported)
 
 
-def _check_rewards(rewards: Sequence[tuple[Reward, Any]]) -> None:
-    """`ValueError` for rewards that cannot be called in a rollout, or whose metrics have the same name."""
+def _check_rewards(rewards: Sequence[tuple[Reward, Any]]) -> list[str]:
+    """The names of rewards; `ValueError` for those that cannot be called in a rollout, or have the same name."""
     if not rewards or not all(len(pair) == 2 and callable(pair[0]) for pair in rewards):
         raise ValueError("rewards must be a function, or a list of functions or (function, weight) pairs")
-    names = [name_reward(function) for function, _ in rewards]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two reward functions have the name {twice!r}: give each its own, by def or its __name__")
+    names = name_rewards([function for function, _ in rewards])
     for name, (function, weight) in zip(names, rewards, strict=True):
         if not isinstance(weight, Real) or not math.isfinite(weight):
             raise ValueError(f"the weight of reward {name} is {weight!r}: it must be a finite number")
@@ -194,11 +205,15 @@ def _check_rewards(rewards: Sequence[tuple[Reward, Any]]) -> None:
                 f"reward {name} takes {unknown[0]!r}: its parameters can be {', '.join(REWARD_PARAMETERS)}; "
                 "other columns are in row"
             )
+    return names
 
 
 def _find_required(function: Reward) -> list[str]:
-    """Parameters without a default."""
-    parameters = inspect.signature(function).parameters.values()
+    """Parameters without a default; `ValueError` for a built-in that does not name its parameters."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:
+        raise ValueError(f"reward {function!r} does not name its parameters: wrap it in a function") from error
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 

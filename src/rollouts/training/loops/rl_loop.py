@@ -20,6 +20,7 @@ from rollouts.training.loops.stepping import (
     Row,
     begin_run,
     check_batch_size,
+    continues_checkpoint,
     is_due,
     rank_of,
     run_step,
@@ -58,8 +59,9 @@ async def run_rl_training(
     check_run(data_buffer, rollout_manager, inference_engines, config)
     if rollout_manager.config.generate_fn is not None:  # another generator decides how many samples a group has
         check_batch_size(backend, rollout_manager.config.batch_size * rollout_manager.config.n_samples_per_prompt)
-    if begin_run(backend) and "rl" in state_of(backend) and rollout_manager.step_count == 0:
+    if continues_checkpoint(backend) and "rl" in state_of(backend) and rollout_manager.step_count == 0:
         rollout_manager.load_state_dict(state_of(backend)["rl"])
+    begin_run(backend)
     rollout_manager.reward_fn = rollout_manager.reward_fn or compute_reward  # before filters judge the rewards
     rows: list[Row] = []
     steps = steps_of(backend, config)

@@ -10,6 +10,7 @@ from rollouts.training.loops.stepping import (
     Row,
     begin_run,
     check_batch_size,
+    continues_checkpoint,
     is_due,
     rank_of,
     run_step,
@@ -46,9 +47,10 @@ async def run_sft_training(
         except (TypeError, ValueError) as error:
             raise type(error)(f"samples[{index}]: {error}") from error
     buffer = DataBuffer([sample.tokens for sample in samples])
-    state, is_restored = state_of(backend).get("sft"), begin_run(backend)
-    if state is not None and (is_restored or state.get("fingerprint") == buffer.fingerprint):
+    state = state_of(backend).get("sft")
+    if state is not None and (continues_checkpoint(backend) or state.get("fingerprint") == buffer.fingerprint):
         buffer.load_state(state)
+    begin_run(backend)
     rows: list[Row] = []
     steps = steps_of(backend, config)
     for step in steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 from rollouts.training.types import RLTrainingConfig, SFTTrainingConfig, TrainingBackend
@@ -29,13 +30,16 @@ def state_of(backend: TrainingBackend) -> dict[str, Any]:
     return state
 
 
-def begin_run(backend: TrainingBackend) -> bool:
-    """Whether this run continues a checkpoint: the first run since `load_checkpoint`, or a backend that cannot tell."""
+def continues_checkpoint(backend: TrainingBackend) -> bool:
+    """Whether no run has begun since `load_checkpoint`; True for a backend without this attribute."""
+    return bool(getattr(backend, "is_restored", True))
+
+
+def begin_run(backend: TrainingBackend) -> None:
+    """Record that a run has taken up the restored data position, so that the next one does not."""
     own: Any = backend
-    if not hasattr(own, "is_restored"):
-        return True
-    is_restored, own.is_restored = bool(own.is_restored), False
-    return is_restored
+    if hasattr(own, "is_restored"):
+        own.is_restored = False
 
 
 def check_batch_size(backend: TrainingBackend, num_samples: int) -> None:
@@ -67,15 +71,16 @@ async def run_step(
 def merge_rows(rows: Sequence[Row], sizes: Sequence[int]) -> Row:
     """Metrics of all parts of a batch: means weighted by their `sizes`, extremes of metrics named `/max` and `/min`.
 
-    The gradient norm is that of the last part, because gradients accumulate.
+    Counts become means, too. The gradient norm is that of the last part, because gradients accumulate; so is a value
+    that is no number.
     """
     merged: Row = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [(row[name], size) for row, size in zip(rows, sizes, strict=True) if name in row]
-        if name.endswith(("/max", "/min")):
-            merged[name] = (max if name.endswith("/max") else min)(value for value, _ in values)
-        elif name == "grad_norm" or len(values) == 1:
+        if name == "grad_norm" or not all(isinstance(value, Real) for value, _ in values):
             merged[name] = values[-1][0]
+        elif name.endswith(("/max", "/min")):
+            merged[name] = (max if name.endswith("/max") else min)(value for value, _ in values)
         else:
             merged[name] = sum(value * size for value, size in values) / sum(size for _, size in values)
     return merged

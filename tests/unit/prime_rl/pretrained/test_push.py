@@ -254,7 +254,8 @@ def test_pushed_adapters_name_a_base_on_the_hub(hub: Hub, tmp_path: Path, monkey
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     directory, _ = publish_adapter(tmp_path, ())
     known = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    for base, hub_id in (("smollm2", known), (models_cache_dir() / "smollm2", known), ("org/base", "org/base")):
+    named = (("smollm2", known), (models_cache_dir() / "smollm2", known), ("org/base", "org/base"), ("gpt2", "gpt2"))
+    for base, hub_id in named:
         before = rename_base(directory, base)
         hub.files.clear()
         assert run(push_main, directory, "me/adapter") == 0
