@@ -137,7 +137,7 @@ async def evaluate_environment(
     folder, rows = results_dir(config, name, version), choose_rows(environment, env, config)
     model = config.model.name if config.weights_dir is None else str(step_path(config.weights_dir, version))
     resume_log = run.open_resume_log(folder, env, endpoint, model)
-    groups = await run_missing(resume_log, environment, rows, env, config, endpoint)
+    groups = await run_missing(run, resume_log, environment, rows, env, endpoint)
     summary = summarize(groups, config.num_rollouts(env), config.pass_threshold) | {"time": resume_log.elapsed}
     write_results(folder, groups, summary, config, endpoint)
     if not resume_log.reported:

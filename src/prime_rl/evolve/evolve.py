@@ -165,20 +165,22 @@ class EvolveSession:
         """Mean reward of each example under a context; runs the rollouts that are not recorded."""
         from loguru import logger
 
-        from prime_rl.generation.resume_log import to_result
+        from prime_rl.generation.resume_log import compute_digest, to_result
         from prime_rl.generation.rollout_jobs import run_rows
 
+        env = self.config.env[0]
+        digests = [compute_digest([row, context]) for row in self.run.digest_rows(env.name or env.id, self.rows)]
         rows = [insert_into_row(row, context, self.config) for row in self.rows]
         block = self._block(number, context)
         missing = [
-            self.resume_log.missing(block + i, row, self.num_rollouts) if i in set(examples) else []
-            for i, row in enumerate(rows)
+            self.resume_log.missing(block + i, digest, self.num_rollouts) if i in set(examples) else []
+            for i, digest in enumerate(digests)
         ]
         self.is_new |= any(missing)
 
         def record(index: int, numbers: Sequence[int], rollouts: Sequence[Any]) -> None:
             results = [to_result(rollout, number) for number, rollout in zip(numbers, rollouts, strict=True)]
-            self.resume_log.add(block + index, rows[index], results, 0.0)
+            self.resume_log.add(block + index, digests[index], results, 0.0)
 
         await run_rows(self.environment, rows, missing, self.config, self.endpoint, record)
         results = [result for i in examples for result in self.resume_log.results(block + i, self.num_rollouts)]

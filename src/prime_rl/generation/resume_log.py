@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments.protocol import PERMANENT
 from rollouts.training.metrics import append_jsonl
 from rollouts.training.types import Message, Status
+
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""The part of an object's `repr` that differs between processes."""
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -153,16 +157,19 @@ class ResumeLog:
         self._results[entry.index].update({result.rollout_idx: result for result in entry.results})
         self.elapsed = max(self.elapsed, entry.elapsed)
 
-    def missing(self, index: int, row: Mapping[str, Any], num_rollouts: int) -> list[int]:
-        """Rollouts of an example still to run: absent, of a changed row, or failed with a retryable error."""
-        if self._rows.get(index) != compute_digest(row):
+    def missing(self, index: int, row: str, num_rollouts: int) -> list[int]:
+        """Rollouts of an example still to run: absent, of another row, or failed with a retryable error.
+
+        `row` is the digest of the row before its first rollout, as rewards may change a row in place.
+        """
+        if self._rows.get(index) != row:
             return list(range(num_rollouts))
         results = self._results[index]
         return [n for n in range(num_rollouts) if n not in results or results[n].is_retryable]
 
-    def add(self, index: int, row: Mapping[str, Any], results: Sequence[Result], elapsed: float) -> None:
+    def add(self, index: int, row: str, results: Sequence[Result], elapsed: float) -> None:
         """Append rollouts of an example; they are on disk when this returns."""
-        entry = ResumeEntry(index=index, row=compute_digest(row), elapsed=elapsed, results=list(results))
+        entry = ResumeEntry(index=index, row=row, elapsed=elapsed, results=list(results))
         append_jsonl(self.path, [msgspec.structs.asdict(entry)])
         self._apply(entry)
 
@@ -185,5 +192,15 @@ class ResumeLog:
 
 
 def compute_digest(value: Any) -> str:
-    """Digest of JSON-like data."""
-    return xxhash.xxh3_64(msgspec.json.encode(value, order="deterministic", enc_hook=str)).hexdigest()
+    """Digest of nested data of any types, the same in every process; objects count by their `repr`."""
+    return xxhash.xxh3_64(_describe(value).encode(errors="surrogatepass")).hexdigest()
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(sorted(f"{_describe(key)}:{_describe(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ",".join(sorted(map(_describe, value))) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_describe, value)) + "]"
+    return repr(value) if isinstance(value, str) else ADDRESS.sub("", repr(value))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.generation.resume_log import Result, ResumeLog, to_result
+from prime_rl.generation.resume_log import Result, ResumeLog, compute_digest, to_result
 from prime_rl.generation.rollout_jobs import ModelEndpoint, find_dropped_keys, is_strict, run_rows
 from prime_rl.runtime.run_dir import RunDir
 
@@ -35,7 +35,14 @@ class GenerationRun:
     base_urls: tuple[str, ...] = ()
     """Running servers; empty: this command serves the model."""
     resume_logs: list[ResumeLog] = field(default_factory=list)
+    row_digests: dict[str, list[str]] = field(default_factory=dict)
     num_failed: int = 0
+
+    def digest_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Digests of an environment's rows before the first rollout, as rewards may change rows in place."""
+        if name not in self.row_digests:
+            self.row_digests[name] = [compute_digest(row) for row in rows]
+        return self.row_digests[name]
 
     def open_resume_log(
         self, folder: Path, env: GenerationEnvConfig, endpoint: ModelEndpoint, model: str, split: str = "eval"
@@ -145,11 +152,11 @@ def run_generation(
 
 
 async def run_missing(
+    run: GenerationRun,
     resume_log: ResumeLog,
     environment: Environment,
     rows: Sequence[dict[str, Any]],
     env: GenerationEnvConfig,
-    config: GenerationConfig,
     endpoint: ModelEndpoint,
 ) -> list[list[Result]]:
     """Results of all rows: runs missing rollouts and appends each finished group to the resume log."""
@@ -157,8 +164,9 @@ async def run_missing(
 
     from prime_rl.telemetry.progress import show_progress
 
-    name, num_rollouts = env.name or env.id, config.num_rollouts(env)
-    missing = [resume_log.missing(index, row, num_rollouts) for index, row in enumerate(rows)]
+    name, num_rollouts = env.name or env.id, run.config.num_rollouts(env)
+    digests = run.digest_rows(name, rows)
+    missing = [resume_log.missing(index, digest, num_rollouts) for index, digest in enumerate(digests)]
     total, todo = len(rows) * num_rollouts, sum(map(len, missing))
     if todo < total:
         logger.info(f"{name}: {total - todo} of {total} rollouts are finished, running the rest")
@@ -169,10 +177,10 @@ async def run_missing(
 
         def record(index: int, numbers: Sequence[int], rollouts: list[Rollout]) -> None:
             results = [to_result(rollout, number) for number, rollout in zip(numbers, rollouts, strict=True)]
-            resume_log.add(index, rows[index], results, before + time.monotonic() - started)
+            resume_log.add(index, digests[index], results, before + time.monotonic() - started)
             rewards.extend(result.reward for result in results if result.reward is not None)
             mean = f"reward {sum(rewards) / len(rewards):.4f}" if rewards else ""
             progress.advance(len(results), mean)
 
-        await run_rows(environment, rows, missing, config, endpoint, record)
+        await run_rows(environment, rows, missing, run.config, endpoint, record)
     return [resume_log.results(index, num_rollouts) for index in range(len(rows))]

@@ -64,7 +64,7 @@ async def synthesize_environment(
     rows = choose_rows(environment, env, config, config.split)
     folder = _find_rollouts(root) / name.replace("/", "_")
     resume_log = run.open_resume_log(folder, env, endpoint, config.model.name, config.split)
-    groups = await run_missing(resume_log, environment, rows, env, config, endpoint)
+    groups = await run_missing(run, resume_log, environment, rows, env, endpoint)
     verdicts = choose_results(groups, config.keep)
     write_rows(root, name, groups, verdicts, config.model.name)
     summary = summarize(groups, verdicts) | {"time": resume_log.elapsed}

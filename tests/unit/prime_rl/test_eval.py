@@ -339,26 +339,55 @@ def test_resume_log_is_exclusive(tmp_path: Path) -> None:
 
 
 def test_results_belong_to_a_row_with_the_same_data(tmp_path: Path) -> None:
-    from prime_rl.generation.resume_log import ResumeLog
+    from prime_rl.generation.resume_log import ResumeLog, compute_digest
 
     row = {"prompt": "Play.", "info": {"level": "A"}}
     resume_log = ResumeLog(tmp_path, {})
-    resume_log.add(0, row, [Result(reward=0.5)], 1.5)
-    assert resume_log.missing(0, dict(row), 1) == [] and resume_log.missing(0, {**row, "info": {"level": "B"}}, 1) == [
-        0
-    ]
+    resume_log.add(0, compute_digest(row), [Result(reward=0.5)], 1.5)
+    assert resume_log.missing(0, compute_digest(dict(row)), 1) == []
+    assert resume_log.missing(0, compute_digest({**row, "info": {"level": "B"}}), 1) == [0]
     resume_log.close()
+
+
+def test_digests_of_any_row_are_stable() -> None:
+    from prime_rl.generation.resume_log import compute_digest
+
+    def build(text: str = "x") -> dict[str, Any]:
+        info = {"board": {0: text, "0": 1, None: 2}, "seen": {1, "a", (2, 3)}, "state": object(), "path": Path(text)}
+        return {"prompt": "\ud800", "info": info}
+
+    assert compute_digest(build()) == compute_digest(build()) != compute_digest(build("y"))
+
+
+def test_rows_that_rewards_change_in_place_resume(tmp_path: Path) -> None:
+    class Marking(Counting):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.kept = [{**row, "info": {}} for row in super().rows()]
+
+        def rows(self, split: str = "train") -> list[dict[str, Any]]:
+            return self.kept
+
+        async def run_group(self, row: dict[str, Any], *args: Any, **options: Any) -> Any:
+            row["info"]["moves"] = {0: "left"}
+            return await super().run_group(row, *args, **options)
+
+    config = parse("--rollouts_per_example", "2", "--max_concurrent", "2", "--output_dir", str(tmp_path))
+    first, second = Marking(dies_after=6), Marking()
+    with pytest.raises(BaseExceptionGroup):
+        run_echo(config, first, remove=False)
+    run_echo(config, second)
+    assert len(first.requested) == len(second.requested) == 6
 
 
 def test_nonfinite_numbers_survive_resume_log(tmp_path: Path) -> None:
     from prime_rl.generation.resume_log import ResumeLog
 
-    row = {"prompt": "p", "answer": Path("x")}
     resume_log = ResumeLog(tmp_path, {})
-    resume_log.add(0, row, [Result(reward=0.5, metrics={"ratio": math.nan})], 1.5)
+    resume_log.add(0, "row", [Result(reward=0.5, metrics={"ratio": math.nan})], 1.5)
     resume_log.close()
     found = ResumeLog(tmp_path, {})
-    assert found.missing(0, row, 2) == [1] and found.elapsed == 1.5
+    assert found.missing(0, "row", 2) == [1] and found.elapsed == 1.5
     [result] = found.results(0, 2)
     assert result.reward == 0.5 and result.metrics == {"ratio": None}
     found.close()
