@@ -136,7 +136,9 @@ def test_all_environments_are_training_data(tmp_path: Path) -> None:
     """Names of environments may contain words that are splits in other data sets."""
     for name in ("gsm8k", "train-schedules", "unit-test"):
         write_rows(tmp_path, name, [[result()]], [[FilterVerdict.KEPT]], "m")
+    (tmp_path / "test.jsonl").write_text('{"env": "held out"}\n')
     assert [row["env"] for row in iter_rows(str(tmp_path))] == ["gsm8k", "train-schedules", "unit-test"]
+    assert [row["env"] for row in iter_rows(str(tmp_path), "test")] == ["held out"]
 
 
 def learnt_text(row: dict[str, Any]) -> str:

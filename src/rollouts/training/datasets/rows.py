@@ -94,14 +94,14 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
     if (path / split).is_dir():
         return _data_files(path / split)
     files = _data_files(path) or _data_files(path / "data")
-    if split == "train" and any(map(_is_synthesized, files)):
-        return files
     chosen = [file for file in files if file.stem == split or file.stem.startswith(f"{split}-")]
-    if chosen or split != "train":
+    if split != "train":
         return chosen
     words = {file: set(re.split(r"[-_.]", file.stem.lower())) for file in files}
-    chosen = [file for file in files if split in words[file]]
-    return chosen or [file for file in files if not words[file] & OTHER_SPLITS]
+    others = [file for file in files if _is_synthesized(file) or not words[file] & OTHER_SPLITS]
+    if any(map(_is_synthesized, files)):
+        return others
+    return chosen or [file for file in files if split in words[file]] or others
 
 
 def _is_synthesized(file: Path) -> bool:
