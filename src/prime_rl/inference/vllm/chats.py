@@ -73,7 +73,7 @@ def _find_unsupported(body: Json) -> str | None:
 
 
 def _may_be_dropped(message: Json) -> bool:
-    return bool(message.get("tool_calls")) or message.get("role") not in ("system", "user", "assistant", "tool")
+    return bool(message.get("tool_calls")) or message.get("role") not in ("user", "assistant")
 
 
 def _parse_arguments(messages: list[Json]) -> list[Any]:

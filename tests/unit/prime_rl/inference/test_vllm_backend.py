@@ -763,6 +763,19 @@ def test_vllm_gets_no_tools_that_the_template_drops(tmp_path: Path) -> None:
     assert guard.render(chat | {"tool_choice": "none"}) is None
 
 
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_vllm_gets_only_roles_that_the_template_writes(role: str) -> None:
+    template = (
+        "{% for m in messages if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+        "{% endfor %}"
+    )
+    guard = ChatGuard(lambda: load_tokenizer("tiny-qwen3", template))
+    turn = {"role": "user", "content": "x"}
+    with pytest.raises(ApiError, match="the chat template drops"):
+        guard.render({"messages": [{"role": role, "content": "y"}, turn]})
+    assert guard.render({"messages": [turn]}) is None
+
+
 def test_vllm_gets_no_roles_that_the_template_drops(
     routes: tuple[Starlette, FakeClient, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
