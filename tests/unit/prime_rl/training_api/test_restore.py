@@ -195,16 +195,22 @@ def test_a_session_may_end_while_its_model_is_saved(tmp_path: Path, monkeypatch:
 def test_samples_that_a_stop_interrupts_are_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client, server = open_server(tmp_path, 1e9)
     base, trained = server.open_sampler(base_model="tiny-qwen3"), server.train_sampler()
-    engine = server.service.engine.engine
-    step, stepping = engine.step, threading.Event()
+    engine, futures = server.service.engine.engine, server.service.futures
+    step, cancel, stepping, stopped = engine.step, futures.cancel, threading.Event(), threading.Event()
 
-    def step_slowly() -> Any:
+    def step_late() -> Any:
         stepping.set()
-        time.sleep(0.5)
+        assert stopped.wait(20)
         return step()
 
-    monkeypatch.setattr(engine, "step", step_slowly)
-    running = server.sample(base, 0, {"max_tokens": 400, "stop": []})
+    def cancel_first(*args: Any) -> Any:
+        canceled = cancel(*args)
+        stopped.set()
+        return canceled
+
+    monkeypatch.setattr(engine, "step", step_late)
+    monkeypatch.setattr(futures, "cancel", cancel_first)
+    running = server.sample(base, 0, {"max_tokens": 8, "stop": []})
     assert stepping.wait(20)
     waiting = server.sample(trained, 0, {"max_tokens": 4})  # for its adapter, until the step has ended
     client.__exit__(None, None, None)
