@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 PROPOSAL_STREAM = 2**20
 """Rollout number of proposals in request seeds, beyond those of rollouts."""
-FENCE = re.compile(r"\s*(`{3,})([^`]*)$")
-"""A line that opens a block, or closes it if nothing follows."""
+FENCE = re.compile(r"((?:(?!```).)*)(`{3,})([^`]*)$")
+"""Text, backticks and what follows of a line that may open or close a block."""
 
 Proposer = Callable[[int, str, Sequence[Mapping[str, Any]]], Awaitable[str]]
 """(candidate number, context of the parent, examples) -> new context."""
@@ -62,19 +62,32 @@ def _build_model_proposer(config: ProposerConfig, model: str, client: Any, seed:
 def extract_context(reply: str, is_cut: bool = False) -> str:
     """The text of the last fenced block of a reply, of one without its end, else the whole reply.
 
-    A fence with a language opens a block inside of another one. "" if the reply was cut inside of a block.
+    Inside of a block, a fence with a language opens another one; so does one without, if the block has a language and
+    pairs of such fences follow. "" if the reply was cut inside of a block.
     """
     lines, found = reply.split("\n"), None
-    opened: list[tuple[int, str]] = []
-    for number, line in enumerate(lines):
-        if (match := FENCE.match(line)) is None or (opened and len(match[1]) < len(opened[-1][1])):
+    fences = [(number, match) for number, line in enumerate(lines) if (match := FENCE.match(line))]
+    opened: list[tuple[int, re.Match[str]]] = []
+    for i, (number, fence) in enumerate(fences):
+        has_text, info = bool(fence[1].strip()), fence[3]
+        if has_text and info.strip():
             continue
-        if not opened or match[2].strip():
-            opened.append((number, match[1]))
-            continue
-        first, _ = opened.pop()
         if not opened:
-            found = lines[first + 1 : number]
+            if not has_text or i + 1 < len(fences):
+                opened.append((number, fence))
+            continue
+        first, opener = opened[-1]
+        if len(fence[2]) < len(opener[2]):
+            continue
+        later = [match for _, match in fences[i + 1 :] if len(match[2]) >= len(opener[2])]
+        is_paired = later and len(later) % 2 == 0 and not any(match[3].strip() for match in later)
+        has_inner = len(opened) == 1 and opener[3].strip() and not info.strip() and is_paired
+        if not has_text and (has_inner or re.fullmatch(r"\S+\s*", info)):
+            opened.append((number, fence))
+            continue
+        opened.pop()
+        if not opened:
+            found = [*lines[first + 1 : number], fence[1]]
     if opened and is_cut:
         return ""
     if found is None:

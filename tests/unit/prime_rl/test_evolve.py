@@ -206,6 +206,14 @@ def test_model_proposer_reads_examples_and_seeds_repeat(api: FakeApi, tmp_path: 
         ("New:\n```\nx\ny", "x\ny"),
         ("New:\n```\nWrite\n```python\nx\n```\nand stop.", "Write\n```python\nx\n```\nand stop."),
         ("", ""),
+        ("```\nfoo```", "foo"),
+        ("Put it into ```", "Put it into ```"),
+        ("Here: ```\nfoo\n```", "foo"),
+        ("```text\nA\nB```\nbye", "A\nB"),
+        ("```\nA\n``` done\nmore", "A"),
+        ("```\nUse ```x``` here.\n```", "Use ```x``` here."),
+        ("```md\nUse:\n```\ncode\n```\nend\n```", "Use:\n```\ncode\n```\nend"),
+        ("```md\nA\n```\nor\n```md\nB\n```\nor\n```md\nC\n```", "C"),
     ],
 )
 def test_last_fenced_block_is_the_context(reply: str, context: str) -> None:
