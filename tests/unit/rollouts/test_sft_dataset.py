@@ -56,10 +56,11 @@ def test_system_and_history_columns_come_before_the_prompt(tmp_path: Path) -> No
         {"system": "be", "instruction": "ab", "output": "cd", "history": []},
         {"prompt": [USER, {"role": "assistant", "content": "x"}, USER], "completion": "cd"},
         {"system": "", "instruction": "ab", "output": "cd", "history": [["ab", "x"]]},
+        {"instruction": "ab", "output": "cd", "history": '[["ab", "x"]]'},
     ]
     samples = load_sft_dataset(write(tmp_path / "rows.jsonl", rows), tokenizer=tokenizer)
     assert all(s.tokens == samples[0].tokens and s.loss_mask == samples[0].loss_mask for s in samples[:4])
-    assert samples[4].tokens == samples[5].tokens and samples[4].loss_mask == samples[5].loss_mask
+    assert all(s.tokens == samples[4].tokens and s.loss_mask == samples[4].loss_mask for s in samples[5:])
     assert samples[0].tokens != samples[4].tokens
 
 
@@ -71,6 +72,10 @@ def test_system_and_history_columns_come_before_the_prompt(tmp_path: Path) -> No
         ({"instruction": "q", "output": "a", "system": 1}, "`system` is no text"),
         ({"instruction": "q", "output": "a", "history": ["qa", "x"]}, "`history` is no list of pairs"),
         ({"instruction": "q", "output": "a", "history": [["q", None]]}, "`history` is no list of pairs"),
+        (
+            {"instruction": "q", "output": "a", "history": "ab"},
+            "`history` is text, but not the JSON of a list of pairs",
+        ),
         ({"instruction": "q", "output": "a", "history": 5}, "`history` is no list of pairs"),
         ({"conversations": ["x"]}, "`conversations` is no list of turns"),
         (

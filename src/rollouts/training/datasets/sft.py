@@ -132,8 +132,8 @@ def as_messages(row: Row) -> Row:
     """Rows of the other known formats as `prompt` and `completion` or `messages`; any other row as it is.
 
     A `system` column of `conversations` and `instruction` rows is their system message, and the pairs of `history` are
-    turns before the instruction. `messages` and `conversations` may be JSON text, as often in parquet. `ValueError`
-    names the column.
+    turns before the instruction. `messages`, `conversations` and `history` may be JSON text, as often in parquet and
+    CSV. `ValueError` names the column.
     """
     has_messages = row.get("messages") is not None or row.get("conversations") is not None
     if has_messages and row.get("functions") and not row.get("tools"):
@@ -191,6 +191,8 @@ def _read_system(row: Row) -> list[Message]:
 def _read_history(row: Row) -> list[Message]:
     """The pairs of a `history` column, of an instruction and its output, as messages."""
     pairs = row.get("history") or []
+    if isinstance(pairs, str):
+        pairs = _read_list(pairs, "history", "pairs of an instruction and its output")
     if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
         raise ValueError("`history` is no list of pairs of an instruction and its output")
     return [
@@ -202,15 +204,15 @@ def _is_pair(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
 
 
-def _read_list(value: Any, column: str) -> list[Any]:
+def _read_list(value: Any, column: str, items: str = "messages") -> list[Any]:
     """A list, or the list that is given as JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"`{column}` is text, but not the JSON of a list of messages: {error}") from error
+            raise ValueError(f"`{column}` is text, but not the JSON of a list of {items}: {error}") from error
     if not isinstance(value, list):
-        raise ValueError(f"`{column}` is a {type(value).__name__}: it must be a list of messages")
+        raise ValueError(f"`{column}` is a {type(value).__name__}: it must be a list of {items}")
     return value
 
 
