@@ -40,9 +40,14 @@ def find_data_dir(data_dir: str | None, splits: Iterable[str]) -> Path | None:
 
 
 def find_file(folder: Path, split: str) -> Path | None:
-    """The file of a split; "validation" and "dev" are the same."""
+    """The file of a split; "validation" and "dev" are the same, but a file of the given name comes first."""
     names = (f"{name}{ending}" for ending in ENDINGS for name in ALIASES.get(split, (split,)))
     return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def find_published(split: str) -> str:
+    """The name of a split where "dev" is no name: on the hub, and of made problems."""
+    return "validation" if split == "dev" else split
 
 
 def read_file(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -63,7 +68,7 @@ def read_hub(split: str, cache_dir: str | None) -> tuple[list[dict[str, Any]], i
     """Rows of the published dataset, from the hub or its cache, and how many were left out."""
     from datasets import load_dataset
 
-    raw = list(load_dataset(HUB_NAME, "raw", split=split, cache_dir=cache_dir))
+    raw = list(load_dataset(HUB_NAME, "raw", split=find_published(split), cache_dir=cache_dir))
     rows = [row for entry in raw if (row := read_row(entry)) is not None]
     return rows, len(raw) - len(rows)
 

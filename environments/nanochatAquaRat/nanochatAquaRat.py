@@ -16,7 +16,7 @@ import verifiers as vf
 from datasets import Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # the sibling modules, also where this file is loaded by its path
-from aqua_files import find_data_dir, find_file, read_file, read_hub, read_row
+from aqua_files import find_data_dir, find_file, find_published, read_file, read_hub, read_row
 from aqua_problems import build_problems
 
 SYSTEM_PROMPT = "You are a patient algebra tutor: you work out every problem step by step before you choose."
@@ -55,10 +55,7 @@ def load_environment(
     everything but the problem, for models that learn on a CPU. Raises `ValueError` in one sentence.
     """
     wanted = {"train": (train_split, num_train_examples), "eval": (eval_split, num_eval_examples)}
-    wanted = {
-        name: ("validation" if split == "dev" else split, -1 if count is None else count)
-        for name, (split, count) in wanted.items()
-    }
+    wanted = {name: (split, -1 if count is None else count) for name, (split, count) in wanted.items()}
     wanted = {name: (split, count) for name, (split, count) in wanted.items() if split and count}
     make = partial(_make, seed=seed or 0, difficulty=difficulty, templates=templates)
     asked = difficulty is not None or templates is not None
@@ -162,6 +159,7 @@ def _choose_source(
 
 
 def _make(split: str, count: int, **choice: Any) -> list[dict[str, Any]]:
+    split = find_published(split)
     number = count if count >= 0 else NUM_MADE.get(split, NUM_MADE["validation"])
     return [row for entry in build_problems(number, split=split, **choice) if (row := read_row(entry))]
 

@@ -313,6 +313,16 @@ def test_dev_is_the_validation_split_of_made_problems() -> None:
     assert len(dev) == 5 and dev["prompt"][:] == validation["prompt"][:]
 
 
+def test_dev_files_come_before_validation_files(tmp_path: Path) -> None:
+    rows = aqua_problems.build_problems(7, split="train", seed=0)
+    counts = {"dev": 3, "validation": 4}
+    for split, count in counts.items():
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows[:count])))
+    for split, count in counts.items():
+        args = {"data_dir": str(tmp_path), "eval_split": split, "num_train_examples": 0}
+        assert len(nanochatAquaRat.load_environment(**args).eval_dataset) == count
+
+
 def test_where_files_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     rows = aqua_problems.build_problems(6, split="train", seed=0)
     for folder, count in (("base/aqua", 4), ("named", 5)):
