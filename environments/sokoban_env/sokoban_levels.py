@@ -129,7 +129,7 @@ def render_level(level: Level) -> str:
 
 def read_boxoban(path: Path) -> list[Level]:
     """All levels of a file of the Boxoban collection: blocks that begin with `; number`."""
-    blocks = [block.split("\n", 1) for block in ("\n" + path.read_text()).split("\n;")[1:]]
+    blocks = [block.split("\n", 1) for block in ("\n" + path.read_text(encoding="utf-8-sig")).split("\n;")[1:]]
     levels = []
     for number, drawing in (block for block in blocks if len(block) == 2):
         try:

@@ -245,7 +245,7 @@ def _read_words(words: Sequence[str] | str | None) -> list[str]:
         path = Path(words) if words else Path(__file__).with_name("words.txt")
         if not path.is_file():
             raise ValueError(f"words {words!r}: no such file; give a list, or a file with one word a line")
-        words = path.read_text().split()
+        words = path.read_text(encoding="utf-8-sig").split()
     known = list(dict.fromkeys(word.lower() for word in words))
     if not known or any(len(word) != len(known[0]) or not re.fullmatch("[a-z]+", word) for word in known):
         raise ValueError("words must all have the same number of letters a-z, and there must be at least one")

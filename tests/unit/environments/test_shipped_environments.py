@@ -628,6 +628,16 @@ def test_unreachable_judge_fails_the_rollout(monkeypatch: pytest.MonkeyPatch) ->
         assert rollout.reward == reward and not rollout.failed
 
 
+def test_files_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    path.write_text("crane\neerie\n", encoding="utf-8-sig")
+    env = load_environment("wordle", {"words": str(path), "held_out_words": False})
+    assert {row["answer"] for row in env.rows()} == {"crane", "eerie"}
+    path.write_text("; 0\n#####\n#@$.#\n#####\n", encoding="utf-8-sig")
+    load_environment("sokoban-env", {"num_train_examples": 1, "num_eval_examples": 1})
+    assert len(sys.modules["sokoban_levels"].read_boxoban(path)) == 1
+
+
 # real data, when it is there ----------------------------------------------------------------------------------------
 
 
