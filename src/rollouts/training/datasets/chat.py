@@ -28,9 +28,11 @@ class TemplateRenderer:
 
     tokenizer: Any
     end_ids: frozenset[int] = field(init=False)
+    turn_end: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.end_ids = inspect_template(self.tokenizer).control.ids
+        profile = inspect_template(self.tokenizer)
+        self.end_ids, self.turn_end = profile.control.ids, profile.turn_end
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool

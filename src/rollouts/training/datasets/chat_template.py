@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,8 @@ class TemplateProfile:
     template: Any
     num_tokens: int
     control: ControlTokens
+    turn_end: list[int]
+    """Tokens that the template appends to an answer."""
     shown: set[str] = field(default_factory=set)
 
     def check(self, write: Write, messages: Chat, tools: Sequence[Any] | None) -> None:
@@ -77,7 +80,7 @@ def inspect_template(tokenizer: Any) -> TemplateProfile:
         profile = _profiles.get(tokenizer)
         if profile is None or (profile.template, profile.num_tokens) != (tokenizer.chat_template, len(tokenizer)):
             control = find_control_tokens(tokenizer, _write_plain_chats(tokenizer))
-            profile = TemplateProfile(tokenizer.chat_template, len(tokenizer), control)
+            profile = TemplateProfile(tokenizer.chat_template, len(tokenizer), control, _read_turn_end(tokenizer))
             _profiles[tokenizer] = profile
         return profile
 
@@ -89,6 +92,17 @@ def _write_plain_chats(tokenizer: Any) -> list[str]:
         with suppress(Exception):  # a template may raise anything
             texts.append(tokenizer.apply_chat_template([*system, *PLAIN_TURNS], tokenize=False))
     return texts
+
+
+def _read_turn_end(tokenizer: Any) -> list[int]:
+    """The common end of two conversations with different answers; empty if the template does not render them."""
+    ends: list[list[int]] = []
+    with suppress(Exception):  # a template may raise anything
+        for text in ("A", "B"):
+            rendered = tokenizer.apply_chat_template([USER, {"role": "assistant", "content": text}], tokenize=False)
+            ends.append(tokenizer.encode(rendered, add_special_tokens=False)[::-1])
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False)) if len(ends) == 2 else ()
+    return [token for token, _ in same][::-1]
 
 
 def _without_calls(chat: Chat) -> Chat:

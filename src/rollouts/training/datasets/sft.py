@@ -51,6 +51,10 @@ class ChatRenderer(Protocol):
     def end_ids(self) -> Collection[int]:
         """Special tokens, one of which ends a turn."""
 
+    @property
+    def turn_end(self) -> Sequence[int]:
+        """Tokens that the template appends to an answer: its end token, and what the model does not generate."""
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool
     ) -> list[int]:
@@ -327,10 +331,17 @@ def _describe_unstable_prefix(
 
 
 def find_turn_end(span: list[int], chat: ChatRenderer) -> int:
-    """Length of the generated part of an assistant turn: up to its last special token if only white space follows.
+    """Length of the generated part of a turn: up to the first special token that the template appends to it.
 
-    The line break after `<|im_end|>` is not generated, so it must not have loss.
+    What follows is not generated, so it must not have loss: the line break after `<|im_end|>`, a second end token
+    (Phi 3), the header of the next turn (Llama 3). In a turn with another end the generated part reaches to the last
+    special token if only white space follows.
     """
+    start = len(span) - len(chat.turn_end)
+    if start >= 0 and span[start:] == list(chat.turn_end):
+        ends = (start + k for k, token in enumerate(chat.turn_end, start=1) if token in chat.end_ids)
+        if (end := next(ends, None)) is not None:
+            return end
     last = max((k for k, token in enumerate(span) if token in chat.end_ids), default=-1)
     return last + 1 if last >= 0 and not chat.decode(span[last + 1 :]).strip() else len(span)
 

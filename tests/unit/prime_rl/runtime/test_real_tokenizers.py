@@ -121,6 +121,7 @@ def test_trained_turns_are_what_the_model_samples(directory: Path) -> None:
             assert sample.tokens[:start] == chat.render(messages[:stop], None, True)
             trained = sample.tokens[start:]
             assert sample.loss_mask[start:] == [1.0] * len(trained) and trained[-1] in chat.end_ids
+            assert sum(token in chat.end_ids for token in trained) == 1
             assert messages[stop]["content"] in chat.decode(trained)
         try:
             whole = render_conversation(Conversation(messages), chat)

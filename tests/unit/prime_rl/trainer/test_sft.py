@@ -75,10 +75,23 @@ def test_special_tokens_in_data_stay_text(tokenizer: Any) -> None:
     assert sample.tokens.count(tokenizer.eos_token_id) == 2
 
 
+@pytest.mark.parametrize("tail", ["<|endoftext|>", "\n<|endoftext|>", "<|im_start|>assistant\n"])
+def test_loss_ends_with_the_first_end_token(tail: str) -> None:
+    """Templates of Phi 3, Phi 4 and Llama 3 write more after the last message; turns stay prefix-stable."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+        f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% else %}}{tail}{{% endif %}}"
+    )
+    tokenizer = load_tokenizer("tiny-qwen3", template)
+    [sample] = tokenize({"messages": [USER, ANSWER, USER, ANSWER]}, tokenizer)
+    assert trained_text(sample, tokenizer) == ["ba<|im_end|>"] * 2
+
+
 class LetterChat:
     """A character-level template that can rewrite earlier answers."""
 
     end_ids = frozenset([ord("$")])
+    turn_end = [ord("$"), ord("\n")]
 
     def __init__(self, rewrites: bool = False, tail: str = "\n") -> None:
         self.rewrites, self.tail = rewrites, tail
