@@ -236,3 +236,15 @@ def test_an_empty_answer_may_be_null_in_a_chat_alone(llama3: Any) -> None:
         list(tokenize_rows([{"messages": chat}], SFTDataConfig(seq_len=512), llama3, 512, TokenizationStats()))
     thought = [user("x"), {"role": "assistant", "content": None, "reasoning_content": "t"}]
     assert list(tokenize_rows([{"messages": thought}], SFTDataConfig(seq_len=512), llama3, 512, TokenizationStats()))
+
+
+def test_errors_of_a_tokenizer_are_not_called_unicode_errors(llama3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="not valid Unicode: remove its lone surrogates"):
+        render_chat(llama3, [user("\ud83d")])
+
+    def fail(text: str, **options: Any) -> list[int]:
+        raise TypeError("unexpected option")
+
+    monkeypatch.setattr(llama3, "encode", fail)
+    with pytest.raises(TypeError, match="unexpected option"):
+        render_chat(llama3, [user("x")])

@@ -72,7 +72,11 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) 
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except (TypeError, UnicodeError) as error:  # fast tokenizers raise TypeError
-        raise ValueError("the text is not valid Unicode: remove its lone surrogates") from error
+        try:
+            text.encode()
+        except UnicodeError:
+            raise ValueError("the text is not valid Unicode: remove its lone surrogates") from error
+        raise
     return ids
 
 
