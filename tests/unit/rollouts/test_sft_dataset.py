@@ -111,6 +111,10 @@ def test_rows_without_a_turn_to_learn_are_skipped(tmp_path: Path, caplog: pytest
     empty = write(tmp_path / "empty.jsonl", rows)
     with pytest.raises(ValueError, match=r"2 rows .* have no assistant message to learn, the first is row 0"):
         load_sft_dataset(empty, tokenizer=tokenizer)
+    with pytest.raises(
+        ValueError, match=r"1 rows .* max_length = 2 tokens, .*: raise it; 2 rows .* no assistant message"
+    ):
+        load_sft_dataset(name, tokenizer=tokenizer, max_length=2)
 
 
 @pytest.mark.parametrize(

@@ -107,26 +107,28 @@ def load_sft_dataset(
             continue
         sample.metadata = {"dataset": dataset_name, "index": index}
         samples.append(sample)
-    _report_skipped(
-        longer, f"rows of {dataset_name} have more than max_length = {max_length} tokens", "raise it", not samples
-    )
-    _report_skipped(
-        empty,
-        f"rows of {dataset_name} have no assistant message to learn",
-        "it needs one with a text and a message before it",
-        not samples,
-    )
+    problems = {
+        f"rows of {dataset_name} have more than max_length = {max_length} tokens": (longer, "raise it"),
+        f"rows of {dataset_name} have no assistant message to learn": (
+            empty,
+            "it needs one with a text and a message before it",
+        ),
+    }
+    _report_skipped(problems, is_error=not samples)
     return samples
 
 
-def _report_skipped(rows: list[int], problem: str, cure: str, is_error: bool) -> None:
-    """Warn of rows that are left out; `ValueError` with the cure if none is left."""
-    if not rows:
-        return
-    text = f"{len(rows)} {problem}, the first is row {rows[0]}"
-    if is_error:
-        raise ValueError(f"{text}: {cure}")
-    logging.getLogger(__name__).warning("%s: they are skipped", text)
+def _report_skipped(problems: Mapping[str, tuple[list[int], str]], is_error: bool) -> None:
+    """Warn of rows that are left out, with a cure for each problem; `ValueError` with all of them if none is left."""
+    texts = [
+        (f"{len(rows)} {problem}, the first is row {rows[0]}", cure)
+        for problem, (rows, cure) in problems.items()
+        if rows
+    ]
+    if texts and is_error:
+        raise ValueError("; ".join(f"{text}: {cure}" for text, cure in texts))
+    for text, _ in texts:
+        logging.getLogger(__name__).warning("%s: they are skipped", text)
 
 
 _SPEAKERS = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
