@@ -59,6 +59,19 @@ def test_names_without_an_owner_are_on_the_hub(monkeypatch: pytest.MonkeyPatch, 
             load_rows(name)
 
 
+def test_names_that_the_hub_lacks_may_be_mistyped_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("offline")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", load_dataset)
+    monkeypatch.setattr("rollouts.training.datasets.rows.is_hub_resolvable", lambda: True)
+    with pytest.raises(ValueError, match=r"'my_data' is no file and .*\(offline\); give a file \(\.jsonl, .*a folder"):
+        load_rows("my_data")
+    with pytest.raises(ValueError, match=r"\(offline\)$"):
+        load_rows("owner/name")
+
+
 def test_json_may_hold_lines_or_data(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "lines.json", ROWS)
     assert load_rows(str(tmp_path / "lines.json")) == ROWS

@@ -51,9 +51,7 @@ def iter_rows(name: str, split: str = "train", subset: str | None = None) -> Ite
     if path.exists():
         rows = (row for file in find_files(name, split, subset) for row in _READERS[file.suffix](file))
     elif path.suffix in _READERS or name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise ValueError(
-            f"data set {name!r} was not found: give a file ({ENDINGS}), a folder, or a hub id (owner/name, or name)"
-        )
+        raise ValueError(f"data set {name!r} was not found: {SOURCES}")
     else:
         rows = _iter_hub(name, split, subset)
     is_empty = True
@@ -242,6 +240,7 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".txt": _iter_text,
 }
 ENDINGS = ", ".join(_READERS)
+SOURCES = f"give a file ({ENDINGS}), a folder, or a hub id (owner/name, or name)"
 
 
 def _iter_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
@@ -256,7 +255,8 @@ def _iter_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
             datasets.config.HF_HUB_OFFLINE = True  # skip half a minute of connection attempts
         rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
-        raise ValueError(f"data set {name!r} is no file and {describe_hub_error(error)}") from error
+        hint = "" if "/" in name else f"; {SOURCES}"
+        raise ValueError(f"data set {name!r} is no file and {describe_hub_error(error)}{hint}") from error
     for table in rows.with_format("arrow").iter(ROWS_PER_READ):
         for batch in table.to_batches():
             yield from _iter_batch(batch)
