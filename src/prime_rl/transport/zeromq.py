@@ -187,6 +187,7 @@ class ZmqBatchReceiver:
 
 def make_address(host: str, port: int) -> str:
     """The TCP address; localhost becomes 127.0.0.1, because ZeroMQ binds to IP addresses."""
+    host = host.removeprefix("[").removesuffix("]")
     name = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
     return f"tcp://{name}:{port}"
 

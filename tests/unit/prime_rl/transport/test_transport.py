@@ -18,7 +18,7 @@ from fake_engine import free_port
 from prime_rl.transport import batches, zeromq
 from prime_rl.transport.batches import SCHEMA, BatchReceiver, BatchSender
 from prime_rl.transport.factory import build_receiver, build_sender
-from prime_rl.transport.zeromq import ZmqBatchReceiver, ZmqBatchSender
+from prime_rl.transport.zeromq import ZmqBatchReceiver, ZmqBatchSender, make_address
 from rollouts.training import steps
 from rollouts.training.steps import publish_step
 from rollouts.training.types import Sample
@@ -334,3 +334,11 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         second.open()
     second.close()
     first.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("localhost", "127.0.0.1"), ("node-1", "node-1"), ("::1", "[::1]"), ("[::1]", "[::1]")],
+)
+def test_addresses_of_hosts(host: str, address: str) -> None:
+    assert make_address(host, 5555) == f"tcp://{address}:5555"
