@@ -76,7 +76,11 @@ def submit(files: Path, config: KubernetesDeployment) -> str:
 
 
 def delete_finished_jobs(files: Path, config: KubernetesDeployment, elsewhere: str) -> None:
-    """Delete the Jobs of an earlier start, because Jobs cannot be changed; `ValueError` if one has not ended."""
+    """Delete the Jobs of an earlier start, because Jobs cannot be changed; `ValueError` if one has not ended.
+
+    Their logs go with them, so kubectl must accept the new objects first: on the client, as the server would compare
+    them with the ended Jobs.
+    """
     label = f"app.kubernetes.io/instance={config.name}"
     listed = run_tool(["kubectl", "get", "jobs", "-n", config.namespace, "-o", "json", "-l", label], elsewhere)
     jobs = {job["metadata"]["name"]: job for job in json.loads(listed)["items"]}
@@ -86,6 +90,7 @@ def delete_finished_jobs(files: Path, config: KubernetesDeployment, elsewhere: s
             f"  wait for them, delete the run with `kubectl delete -k {files}`, or give another name"
         )
     if jobs:
+        run_tool(["kubectl", "apply", "--dry-run=client", "-k", str(files)], elsewhere)
         run_tool(["kubectl", "delete", "jobs", "-n", config.namespace, *jobs], elsewhere)
 
 

@@ -91,7 +91,7 @@ def run_tool(argv: Sequence[str], elsewhere: str) -> str:
     except FileNotFoundError:
         raise ValueError(f"{argv[0]} is not installed here: {elsewhere}") from None
     if result.returncode:
-        raise ValueError(f"{argv[0]} rejected {argv[-1]}: {(result.stderr or result.stdout).strip()}")
+        raise ValueError(f"{argv[0]} rejected {' '.join(argv[1:])}: {(result.stderr or result.stdout).strip()}")
     return result.stdout.strip()
 
 

@@ -24,7 +24,7 @@ from prime_rl.config import RLConfig
 from prime_rl.deployment import kubernetes, ray, slurm
 from prime_rl.deployment.config import LocalDeployment
 from prime_rl.deployment.launch import build_files, deploy, show_files
-from prime_rl.deployment.layout import KEY_VARIABLE, Layout
+from prime_rl.deployment.layout import KEY_VARIABLE, Layout, run_tool
 from prime_rl.deployment.ray_job import Host, RayPlan, RayTask, read_plan, supervise
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.launcher import cluster_layout
@@ -367,6 +367,8 @@ def test_submit_tool_errors_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
     config = parse("slurm", *WIDE)
     tool.write_text("#!/bin/sh\necho 'Invalid partition' >&2; exit 1\n")
     tool.chmod(0o755)
+    with pytest.raises(ValueError, match="sbatch rejected --hold job: Invalid partition"):
+        run_tool(["sbatch", "--hold", "job"], "")
     with pytest.raises(ValueError, match=r"sbatch rejected .*Invalid partition"):
         deploy(*cluster_layout.plan_cluster(config), config.deployment, tmp_path / "run")
     tool.write_text('#!/bin/sh\ntest -f "$1" && echo Submitted batch job 17\n')
@@ -402,8 +404,8 @@ def test_ended_jobs_of_an_earlier_start_are_replaced(
         assert calls == [look]
     else:
         assert kubernetes.submit(Path("run"), config) == "applied"
-        delete = [["delete", "jobs", "-n", "default", *deleted]] if deleted else []
-        assert calls == [look, *delete, ["apply", "-k", "run"]]
+        check, delete = ["apply", "--dry-run=client", "-k", "run"], ["delete", "jobs", "-n", "default", *deleted]
+        assert calls == [look, *([check, delete] if deleted else []), ["apply", "-k", "run"]]
 
 
 def test_every_run_has_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
