@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,15 @@ class Detokenizer:
             self._fresh = []
             self._shown = len(self.decode(self._context, self.skip_special))
         return piece
+
+
+def accumulate_offsets(decode: Decode, token_ids: Sequence[int], skip_special: bool = False) -> list[int]:
+    """Where in the text of all tokens each one begins; parts of a character begin where it does."""
+    detokenizer, offsets, position = Detokenizer(decode, skip_special), list[int](), 0
+    for token in token_ids:
+        offsets.append(position)
+        position += len(detokenizer.add(token))
+    return offsets
 
 
 @dataclass

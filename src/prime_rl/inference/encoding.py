@@ -8,7 +8,7 @@ from array import array
 from collections import OrderedDict
 from typing import Any
 
-from prime_rl.inference.detokenizer import byte_alphabet
+from prime_rl.inference.detokenizer import accumulate_offsets, build_decode, byte_alphabet
 from prime_rl.inference.request_parsing import prompt_too_long
 from prime_rl.runtime.tokenizer import RenderedChat
 from rollouts.training.datasets.chat_template import inspect_template
@@ -50,6 +50,18 @@ class Encoder:
         """Tokenize plain text."""
         self.check(text)
         return self._encode(text, add_special_tokens)
+
+    def find_offsets(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Where in the text each of its tokens begins; those that the tokenizer adds are empty."""
+        if self._core is None:
+            tokens = self._encode(text, add_special_tokens)
+            return accumulate_offsets(build_decode(self._tokenizer), tokens, skip_special=True)
+        offsets, position = [], 0
+        for start, end in self._core.encode(text, add_special_tokens=add_special_tokens).offsets:
+            # Byte-level tokenizers leave the space before a word out, and give parts of a character the same place.
+            offsets.append(min(start, position) if start < end else position)
+            position = max(position, end)
+        return offsets
 
     def encode_chat(self, chat: RenderedChat) -> list[int]:
         """Tokenize a rendered chat."""

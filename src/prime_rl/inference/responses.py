@@ -21,10 +21,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """The text of a prompt, and the characters of it that each token has; tokens that the tokenizer added have none."""
+    """The text of a prompt, and where in it each token begins; without offsets, no log-probs are asked for."""
 
     text: str
-    lengths: list[int]
+    offsets: list[int]
 
 
 @dataclass
@@ -106,12 +106,11 @@ class Writer:
         tops = [top[: parsed.params.top_logprobs] for top in scores.top_logprobs]  # prompt_logprobs may have more
         part = StreamUpdate(scored.request, 0, prompt[1:], scores.logprobs, tops)
         before, after = self.completion_logprobs(part, parsed), choice["logprobs"]
-        *offsets, _ = itertools.accumulate(echoed.lengths, initial=0)
         choice["logprobs"] = {
             "tokens": [self._name(prompt[0], parsed), *before["tokens"], *after["tokens"]],
             "token_logprobs": [None, *before["token_logprobs"], *after["token_logprobs"]],
             "top_logprobs": [None, *before["top_logprobs"], *after["top_logprobs"]],
-            "text_offset": [*offsets, *(len(echoed.text) + offset for offset in after["text_offset"])],
+            "text_offset": [*echoed.offsets, *(len(echoed.text) + offset for offset in after["text_offset"])],
         }
 
     def text(self, output: Output) -> str:

@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from prime_rl.inference.access import Access, check_access
 from prime_rl.inference.async_engine import ClientGone, EngineBusy, ReaderTooSlow
+from prime_rl.inference.detokenizer import accumulate_offsets
 from prime_rl.inference.engine import EngineFailed, Event, GenerationRequest, Output
 from prime_rl.inference.grammar import read_grammar
 from prime_rl.inference.intake import RETRY_AFTER_S, read_json
@@ -100,7 +101,7 @@ async def completions(service: ServerState, request: Request) -> Response:
         given = _read_prompts(service, body)
         prompts = _encode_prompts(service, body, given)
         parsed = parse_generation_request(service, body, prompts, chat=False)
-        echoed = _echo(service, given, prompts) if parsed.echo else []
+        echoed = _echo(service, body, parsed, given, prompts) if parsed.echo else []
         return Job(prompts, parsed, build_checked(service, prompts, parsed), echoed)
 
     job = await read_json(request, service.workers, build)
@@ -275,16 +276,21 @@ def _encode_prompts(service: ServerState, body: Json, given: list[Any]) -> list[
     ]
 
 
-def _echo(service: ServerState, given: list[Any], prompts: list[list[int]]) -> list[EchoedPrompt]:
+def _echo(
+    service: ServerState, body: Json, parsed: ParsedRequest, given: list[Any], prompts: list[list[int]]
+) -> list[EchoedPrompt]:
     """The prompts as they were given, which differ from their tokens by special tokens and normalization."""
-    echoed = []
+    add_special_tokens = read_flag(body, "add_special_tokens", True)
+    echoed, decode = [], service.writer.decode
     for text, prompt in zip(given, prompts, strict=True):
-        lengths = service.writer.lengths(prompt)
-        if isinstance(text, str):
-            bare = service.encoder.encode(text, add_special_tokens=False)
-            start = next((i for i in range(len(prompt) - len(bare) + 1) if prompt[i : i + len(bare)] == bare), 0)
-            lengths = [n if start <= i < start + len(bare) else 0 for i, n in enumerate(lengths)]
-        echoed.append(EchoedPrompt(text if isinstance(text, str) else service.writer.decode(prompt, False), lengths))
+        offsets: list[int] = []
+        if parsed.logprobs:
+            offsets = (
+                service.encoder.find_offsets(text, add_special_tokens)
+                if isinstance(text, str)
+                else accumulate_offsets(decode, prompt)
+            )
+        echoed.append(EchoedPrompt(text if isinstance(text, str) else decode(prompt, False), offsets))
     return echoed
 
 

@@ -8,9 +8,10 @@ import unicodedata
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
-from prime_rl.inference.detokenizer import byte_alphabet
+from prime_rl.inference.detokenizer import accumulate_offsets, build_decode, byte_alphabet
 from prime_rl.inference.encoding import NFC_SHRINKS, Encoder, PromptCache, find_bytes_per_token
 from prime_rl.inference.request_parsing import ApiError
 from prime_rl.runtime.tokenizer import load_tokenizer, render_chat, render_pieces
@@ -27,6 +28,23 @@ def build_byte_level(*, normalizer: Any = None, splitter: Any = None) -> Tokeniz
     if normalizer is not None:
         core.normalizer = normalizer
     return core
+
+
+def test_offsets_of_tokens_in_a_text() -> None:
+    words = {word: i for i, word in enumerate(["<s>", "▁", "a", "b", "▁a", "▁b"])}
+    joined = Tokenizer(models.BPE(words, [("▁", "a"), ("▁", "b")]))
+    joined.pre_tokenizer, joined.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    joined.post_processor = processors.TemplateProcessing(single="<s> $A <s>", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=joined, clean_up_tokenization_spaces=False)
+    tokens = tokenizer.encode("ab b a")
+    assert Encoder(tokenizer, 64).find_offsets("ab b a", True) == [0, 0, 1, 2, 4, 6]
+    assert accumulate_offsets(build_decode(tokenizer), tokens[1:-1]) == [0, 1, 2, 4]
+
+    core = build_byte_level()
+    core.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
+    assert Encoder(tokenizer, 64).find_offsets("aa é b", True) == [0, 2, 3, 3, 4, 5]
+    assert accumulate_offsets(build_decode(tokenizer), tokenizer.encode("aa é b")) == [0, 2, 3, 3, 4, 5]
 
 
 def test_limit_is_longest_token_of_byte_level_bpe() -> None:
