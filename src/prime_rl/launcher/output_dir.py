@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OR_CLEAN = ", or remove its steps with --clean"
 SINGLE_USE = ("clean", "open")
-"""Options of one start. They are recorded as off, so that a start from the recorded configuration removes nothing."""
+"""Options of `rl` for one start, beside those of its trainer (`TrainerConfig.without_skips`)."""
 
 
 def prepare_output_dir(config: RLConfig) -> None:
@@ -97,7 +97,7 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
     from prime_rl.utils.pydantic_config import write_config
 
     parts: dict[str, BaseConfig] = {
-        "rl": config.model_copy(update=dict.fromkeys(SINGLE_USE, False)),
+        "rl": build_record(config),
         "orchestrator": config.orchestrator,
         "trainer": config.trainer,
         "eval": build_eval_config(config),
@@ -108,9 +108,17 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
         parts["teacher_inference"] = config.teacher_inference
     paths = {name: RunDir(config.output_dir).config(name) for name in parts}
     for name, part in parts.items():
-        sources = {key: source for key, source in part.provenance.items() if key not in SINGLE_USE}
-        write_config(part, paths[name], sources)
+        write_config(part, paths[name])
     return paths
+
+
+def build_record(config: RLConfig) -> RLConfig:
+    """The config of later starts: options of this one are off, so that nothing is removed or skipped again."""
+    trainer = config.trainer.without_skips()
+    later = config.model_copy(update={**dict.fromkeys(SINGLE_USE, False), "trainer": trainer})
+    unset = {*SINGLE_USE, *(f"trainer.{key}" for key in config.trainer.provenance.keys() - trainer.provenance.keys())}
+    later.__dict__["provenance"] = {key: source for key, source in config.provenance.items() if key not in unset}
+    return later
 
 
 def build_eval_config(config: RLConfig) -> EvalConfig:

@@ -126,6 +126,15 @@ def test_resume_is_the_latest_commit(tmp_path: Path) -> None:
         prepare_output_dir(parse("--output-dir", str(tmp_path), "--ckpt.resume_step", "4", "--clean"))
 
 
+def test_a_recorded_run_skips_nothing_again(tmp_path: Path) -> None:
+    config = parse("--output-dir", str(tmp_path), "--resume", "--trainer.ckpt.skip-optimizer", "true")
+    paths = output_dir.write_configs(config)
+    recorded = parse("@", str(paths["rl"]))
+    assert recorded.trainer.ckpt is not None and not recorded.trainer.ckpt.skip_optimizer
+    trainer = parse_argv(TrainConfig, ["@", str(paths["trainer"])], "trainer")[0]
+    assert trainer.ckpt is not None and trainer.ckpt.skip_optimizer, "this start skips it"
+
+
 @pytest.mark.parametrize("first", ["--ckpt.interval=2", "--no-ckpt", "--ckpt.resume-step=-1"])
 def test_a_recorded_run_is_resumed(first: str, tmp_path: Path) -> None:
     path = output_dir.write_configs(parse("--output-dir", str(tmp_path), first))["rl"]
