@@ -74,10 +74,10 @@ def _add_step_rates(row: Mapping[str, float]) -> dict[str, float]:
     return {**row, "throughput": throughput, "mfu": row["perf/mfu"] / row["perf/throughput"] * throughput}
 
 
-def run_bench(config: Config, train: Callable[[Config], int]) -> int:
+def run_bench(config: Config, train: Callable[..., int]) -> int:
     """Run `train` with the config of `prepare_bench` and print the table."""
     with tempfile.TemporaryDirectory(prefix="bench_") as scratch:
-        code = train(prepare_bench(config, Path(scratch)))
+        code = train(prepare_bench(config, Path(scratch)), keeps_output=False)
         rows = [row for row in load_jsonl(Path(scratch) / METRICS_FILE) if "time/step" in row]
     if rows:  # rank 0 only
         device = resolve_placement(config.model).device

@@ -131,15 +131,16 @@ class TrainerRun:
                 self.checkpointer.save(step, self.progress)
         return metrics
 
-    def close(self) -> int:
-        """Flush pending output and destroy the process group; returns the exit code."""
+    def close(self, *, keeps_output: bool = True) -> int:
+        """Flush pending output and destroy the process group; returns the exit code. `keeps_output`: name its paths."""
         self.publisher.wait()
         self.step_logger.monitor.finish()
         destroy_process_group()
         self.publisher.close()
         num_steps, weights_dir = self.backend.stepper.num_steps, self.publisher.weights_dir
-        logger.success(f"Finished after step {num_steps}, weights in {weights_dir}")
-        if self.backend.ranks.rank == 0 and TOKEN_VARIABLE not in os.environ:  # launchers print their own summary
+        logger.success(f"Finished after step {num_steps}" + (f", weights in {weights_dir}" if keeps_output else ""))
+        is_launched = TOKEN_VARIABLE in os.environ  # launchers print their own summary
+        if self.backend.ranks.rank == 0 and keeps_output and not is_launched:
             resumable = self.checkpointer.config is not None
             sys.stdout.write(summarize(self.publisher.run, num_steps, resumable=resumable))
         return 0

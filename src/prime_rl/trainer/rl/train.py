@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from prime_rl.trainer.config import TrainConfig
 
 
-def train(config: TrainConfig) -> int:
-    """Run the trainer until `max_steps`; returns the exit code. Launches the ranks configured in `parallel`."""
+def train(config: TrainConfig, *, keeps_output: bool = True) -> int:
+    """Run the trainer until `max_steps`; returns the exit code. Launches the ranks configured in `parallel`.
+
+    `keeps_output`: whether the output directory remains, see `run_bench`.
+    """
     if num_ranks := count_missing_ranks(config.parallel, os.environ):
         from prime_rl.trainer.launch import run_ranks
 
@@ -83,7 +86,7 @@ def train(config: TrainConfig) -> int:
         metrics = run.finish_step(report, stats, share, schedule.progress, updates | loss_metrics)
         if backend.ranks.rank == 0:
             health_checks.check(step, metrics, samples)
-    return run.close()
+    return run.close(keeps_output=keeps_output)
 
 
 def main() -> None:

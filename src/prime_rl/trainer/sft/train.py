@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from prime_rl.trainer.config import SFTConfig
 
 
-def train(config: SFTConfig) -> int:
+def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
     """Run the trainer for `max_steps` or `num_epochs`; returns the exit code.
 
-    Launches the ranks configured in `parallel`.
+    Launches the ranks configured in `parallel`. `keeps_output`: whether the output directory remains, see `run_bench`.
     """
     if config.deployment.type != "local":
         from prime_rl.deployment.launch import deploy
@@ -78,7 +78,7 @@ def train(config: SFTConfig) -> int:
         run.finish_step(report, stats, share, {"position": position.state()}, batches.metrics(position))
         if is_val_due(step, config.val, config.max_steps):
             run_validation(run, config.data.seq_len, batches.held_out, step)
-    return run.close()
+    return run.close(keeps_output=keeps_output)
 
 
 def set_num_steps(config: SFTConfig, num_steps: int, backend: Backend) -> SFTConfig:

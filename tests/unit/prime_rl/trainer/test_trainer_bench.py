@@ -33,6 +33,7 @@ def test_bench_uses_fake_data_and_writes_no_output(tmp_path: Path, capsys: pytes
         assert "2 steps on cpu" in text
         for label in ("step (s)", "throughput (tokens/s)", "MFU (%)", "peak memory (GiB)", "load data (s)"):
             assert label in text
+        assert "weights  " not in text and "inference --model.name" not in text  # the folder is removed
     assert not (tmp_path / "out").exists()
 
 
