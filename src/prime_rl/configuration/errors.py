@@ -92,7 +92,7 @@ def unknown_key(path: KeyPath, source: str, root: FieldSchema, prog: str) -> Con
     elif len(path) > 1 and (siblings := _sibling_keys(path, root)):
         hint = f"{'.'.join(path[:-1])} has {siblings}"
     else:
-        hint = f"`{prog} --help` lists every key"
+        hint = f"`{prog} --help all` lists every key"
     return fail(f"unknown {'option' if dashes else 'key'} {name_key(path, source)}", hint)
 
 

@@ -252,7 +252,7 @@ class TrainEnvConfig(ContextConfig, EnvConfig):
     retain other abilities; none: reward only."""
 
     reference_weight: float = Field(default=1.0, gt=0)
-    """reference: multiplier of the taus on these rollouts."""
+    """reference: weight of these tokens in sum and count of the loss; teacher_tau and student_tau are 1 on them."""
 
     loss: dict[str, Any] | None = None
     """Loss of this environment's samples, as keys of trainer.loss such as {type = "dapo"}; rl gives it to the trainer

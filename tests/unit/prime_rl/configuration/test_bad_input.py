@@ -69,6 +69,7 @@ def _must_not_run(_: BaseConfig) -> None:
 CASES = [
     # a key that does not exist
     ("trainer --optim.lrr 1", ["--optim.lrr", "did you mean --optim.lr?"]),
+    ("trainer --zzzz 1", ["--zzzz", "`trainer --help all` lists every key"]),
     ("trainer --max-step 1", ["--max-step", "--max_steps"]),
     ("trainer --optimm.lr 1", ["--optimm.lr", "--optim.lr"]),
     ("trainer @ typo.toml", ["optim.learning_rate", "typo.toml:3", "did you mean optim.lr?"]),
