@@ -27,7 +27,7 @@ LINES = [
     line.removeprefix("env ")
     for page in ("evaluation", "evolve", "synthesis", "trackers", "planning", "training_api")
     for block in re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
-    for line in block.splitlines()
+    for line in block.replace("\\\n", "").splitlines()
     if not line.startswith("export ")
 ]
 
