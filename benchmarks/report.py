@@ -18,8 +18,9 @@ from results import RESULTS, ROOT, Row
 HEAD = """# Benchmarks
 
 Each section is the output of one command with thresholds, one table per kind of processor; the line above a table lists
-the rows that miss their threshold. Peers are measured in the same run, alternating. `make bench` runs all of them and
-writes this page, `make bench BENCH="grpo long_tail"` some.
+the rows that miss their threshold. Peers are measured in the same run, alternating. `make bench` runs most of those
+without options and rewrites this page, `make bench BENCH="grpo long_tail"` some; the command of each other section is
+above its table.
 """
 ABOUT = {
     "engine": "Generated tokens per second against vLLM and transformers; ratios.",
