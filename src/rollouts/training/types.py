@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable, Generator
@@ -379,6 +380,17 @@ class ImmediateTrainFuture(TrainFuture[T]):
     def __init__(self, result: T, operation: str = "") -> None:
         super().__init__(operation)
         self.set_result(result)
+
+
+async def settle(value: Any) -> Any:
+    """The value of a result that may be an awaitable, a `TrainFuture` or another object with an async `result()`."""
+    while True:
+        if inspect.isawaitable(value):
+            value = await value
+        elif hasattr(value, "result"):
+            value = await value.result()
+        else:
+            return value
 
 
 class TrainingBackend(Protocol):

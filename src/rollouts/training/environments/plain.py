@@ -25,7 +25,7 @@ from rollouts.training.environments.protocol import (
     run_attempts,
     run_with_timeout,
 )
-from rollouts.training.types import Message, Status
+from rollouts.training.types import Message, Status, settle
 
 Reward = Callable[..., Any]
 Respond = Callable[..., Any]
@@ -144,7 +144,7 @@ class PlainEnvironment:
                 return
             if self.respond is None:
                 return
-            replies = await _maybe_async(self.respond(messages, row, state))
+            replies = await settle(self.respond(messages, row, state))
             if not replies:
                 return
             if not isinstance(replies, (list, tuple)) or not all(map(_is_message, replies)):
@@ -159,7 +159,7 @@ class PlainEnvironment:
         known = dict(zip(REWARD_PARAMETERS, values, strict=True))
         for name, (function, weight) in zip(self._reward_names, self.rewards, strict=True):
             try:
-                value = await _maybe_async(function(**_select_arguments(function, known)))
+                value = await settle(function(**_select_arguments(function, known)))
             except Exception as error:
                 raise RewardError(f"{name}: {locate_error(error)}") from error
             value = check_reward(name, value)
@@ -233,10 +233,6 @@ def _select_arguments(function: Reward, known: dict[str, Any]) -> dict[str, Any]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return known
     return {p.name: known[p.name] for p in parameters if p.name in known}
-
-
-async def _maybe_async(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def _as_row(row: Mapping[str, Any], number: int, system_prompt: str | None) -> Row:

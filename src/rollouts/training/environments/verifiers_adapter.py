@@ -25,7 +25,7 @@ from rollouts.training.environments.protocol import (
     run_with_timeout,
 )
 from rollouts.training.environments.resolve import VERIFIERS_RANGE, check_verifiers
-from rollouts.training.types import Status
+from rollouts.training.types import Status, settle
 
 __all__ = ["VERIFIERS_RANGE", "VerifiersEnvironment", "check_verifiers"]
 
@@ -148,8 +148,7 @@ def _with_error_record(function: Callable[..., Any], signature: inspect.Signatur
     async def scored(**arguments: Any) -> float | list[float]:
         subject = arguments[key] if takes_key else arguments.pop(key)
         try:
-            value = function(**arguments)
-            value = await value if inspect.isawaitable(value) else value
+            value = await settle(function(**arguments))
             return _check_rewards(name, value, len(subject)) if is_group else check_reward(name, value)
         except Exception as error:
             text = str(error) if isinstance(error, RewardError) else f"{name}: {locate_error(error)}"

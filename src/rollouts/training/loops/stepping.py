@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
-from rollouts.training.types import RLTrainingConfig, SFTTrainingConfig, TrainingBackend
+from rollouts.training.types import RLTrainingConfig, SFTTrainingConfig, TrainingBackend, settle
 
 T = TypeVar("T")
 Row = dict[str, float]
@@ -84,17 +83,6 @@ def merge_rows(rows: Sequence[Row], sizes: Sequence[int]) -> Row:
         else:
             merged[name] = sum(value * size for value, size in values) / sum(size for _, size in values)
     return merged
-
-
-async def settle(value: Any) -> Any:
-    """Await a backend's result: a `TrainFuture`, an object with `result()`, or a coroutine of either."""
-    while True:
-        if inspect.isawaitable(value):
-            value = await value
-        elif hasattr(value, "result"):
-            value = await value.result()
-        else:
-            return value
 
 
 def is_due(step: int, every: int, steps: range) -> bool:

@@ -18,7 +18,7 @@ import anyio.to_thread
 from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer, Outcome, mean_reward
 from rollouts.training.rollout_gen.token_ledger import TokenLedger, count_sampled
-from rollouts.training.types import RolloutBatch, RolloutConfig, Sample, Status
+from rollouts.training.types import RolloutBatch, RolloutConfig, Sample, Status, settle
 
 STATE_VERSION = 1
 MAX_INCOMPLETE_TRIES = 3
@@ -403,7 +403,7 @@ class AsyncRolloutManager:
         if reward_fn is None:
             return
         for sample in samples:
-            reward = await _settle(reward_fn(sample))
+            reward = await settle(reward_fn(sample))
             try:
                 if isinstance(reward, str):
                     raise TypeError("it is text")
@@ -421,7 +421,7 @@ class AsyncRolloutManager:
         if not samples:
             return DropReason.EMPTY
         accept = self.config.filter_fn
-        if accept is not None and not await _settle(accept(samples)):
+        if accept is not None and not await settle(accept(samples)):
             return getattr(accept, "__name__", "filter_fn")
         return None if self._group_filter is None else self._group_filter(samples)
 
@@ -454,7 +454,7 @@ class AsyncRolloutManager:
             result = await function([prompt], **kwargs)
         else:
             result = await anyio.to_thread.run_sync(lambda: function([prompt], **kwargs))
-        return _check_generated(await _settle(result))
+        return _check_generated(await settle(result))
 
     def _failure(self) -> BaseException | None:
         """The error that the next `generate_batch` raises."""
@@ -520,11 +520,6 @@ async def _run_concurrently(calls: list[tuple[Callable[..., Awaitable[None]], in
             tasks.start_soon(guarded, call, argument, tasks)
     if first:
         raise first[0]
-
-
-async def _settle(value: Any) -> Any:
-    """The value of a function that may be a coroutine."""
-    return await value if inspect.isawaitable(value) else value
 
 
 def _check_generated(answer: Any) -> list[Sample]:
