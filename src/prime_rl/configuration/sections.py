@@ -292,6 +292,8 @@ REWEIGHTING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
 }
 """Request fields that change the odds of tokens, with the values that do not."""
 

@@ -13,6 +13,7 @@ from prime_rl.client.constraints import find_constraint
 from prime_rl.client.contexts import ContextPosition
 from prime_rl.configuration.imports import check_arguments, import_function
 from prime_rl.configuration.sections import (
+    REWEIGHTING,
     ClientConfig,
     EnvConfig,
     GenerationEnvConfig,
@@ -412,6 +413,11 @@ class OrchestratorConfig(TrackersConfig):
             raise ValueError(
                 f"sampling.{name} changes log-probs, which are then not those of the trained policy: leave "
                 "it out in training; for evaluations set it in eval.sampling"
+            )
+        named = SamplingConfig.model_fields.keys() - REWEIGHTING.keys()
+        if twice := sorted(named & self.sampling.extra_body.keys()):
+            raise ValueError(
+                f"sampling.extra_body.{twice[0]} overrides sampling.{twice[0]}, which training uses: set that instead"
             )
         return self
 

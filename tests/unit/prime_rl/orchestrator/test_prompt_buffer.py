@@ -272,6 +272,12 @@ def test_length_penalties_in_closed_form() -> None:
         ),
         ({"sampling": {"extra_body": {"logit_bias": {"5": 1.0}}}}, r"sampling\.extra_body\.logit_bias changes"),
         ({"sampling": {"extra_body": {"presence_penalty": 0.5}}}, r"sampling\.extra_body\.presence_penalty changes"),
+        ({"sampling": {"extra_body": {"allowed_token_ids": [5]}}}, r"sampling\.extra_body\.allowed_token_ids changes"),
+        ({"sampling": {"extra_body": {"bad_words": ["a"]}}}, r"sampling\.extra_body\.bad_words changes"),
+        *(
+            ({"sampling": {"extra_body": {name: 0.5}}}, rf"sampling\.extra_body\.{name} overrides sampling\.{name}")
+            for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+        ),
     ],
 )
 def test_contradictory_settings_raise(values: dict[str, Any], message: str) -> None:
