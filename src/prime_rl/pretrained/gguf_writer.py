@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 """Types of the matrices; vectors are always float32, as llama.cpp expects."""
+YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "mscale": None, "mscale_all_dim": None}
 UNSUPPORTED = ("mlp_bias", "use_sliding_window", "quantization_config", "final_logit_softcapping")
 
 
@@ -72,6 +73,14 @@ def _find_architecture(config: dict[str, Any], directory: Path) -> Architecture:
     for key in UNSUPPORTED:
         if config.get(key):
             raise ValueError(f"{directory}: {key} = {config[key]!r} cannot be written as GGUF")
+    if kind != "gemma3_text" and config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{directory}: hidden_act = {config['hidden_act']!r} cannot be written as GGUF, only 'silu'")
+    if kind in ("qwen3", "smollm3") and config.get("attention_bias"):
+        raise ValueError(f"{directory}: attention_bias = true of {kind} cannot be written as GGUF")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for key, value in YARN_DEFAULTS.items():
+        if rope.get(key, value) != value:
+            raise ValueError(f"{directory}: {key} = {rope[key]!r} of its RoPE cannot be written as GGUF, only {value}")
     if kind == "smollm3":
         _check_rope_layers(config, directory)
     if kind == "gemma3_text":

@@ -207,6 +207,10 @@ def _need_match(pattern: str, names: Iterable[str], key: str) -> None:
     known = list(names)
     if not match_modules(known, [pattern]):
         kinds = sorted({name.rpartition(".")[2] for name in known})
+        if kinds == ["lm_head"]:
+            raise ValueError(
+                "model.lora: the model has no linear layers to adapt: train it in full, without model.lora"
+            )
         raise ValueError(f"model.lora.{key}: {pattern!r} matches no module; available: {', '.join(kinds)}")
 
 

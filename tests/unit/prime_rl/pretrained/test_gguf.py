@@ -324,6 +324,10 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
 
     refuse_directory("model_type 'gpt2' cannot be written", model_type="gpt2")
     refuse_directory("mlp_bias = True cannot be written", mlp_bias=True)
+    refuse_directory("hidden_act = 'gelu' cannot be written as GGUF, only 'silu'", hidden_act="gelu")
+    refuse_directory("attention_bias = true of qwen3 cannot be written", model_type="qwen3", attention_bias=True)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16}
+    refuse_directory("beta_fast = 16 of its RoPE cannot be written as GGUF, only 32", rope_parameters=yarn)
     refuse_directory("vocab_size is 10", vocab_size=10)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     without_merges = tokenizer | {"model": tokenizer["model"] | {"merges": []}}
