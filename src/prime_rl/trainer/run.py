@@ -30,7 +30,7 @@ from prime_rl.trainer.perf import PerfCounter, StepTimer
 from prime_rl.trainer.profiling import record_profile
 from prime_rl.trainer.publisher import Publisher, build_publisher
 from prime_rl.trainer.step_logger import StepLogger
-from prime_rl.transport.weights import add_end_tokens, read_model_files
+from prime_rl.transport.weights import read_model_files
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.monitor import Monitor, build_monitor
 from rollouts.training.backends.step import StepReport
@@ -183,13 +183,9 @@ def build_run(
     *,
     tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
-    end_tokens: Sequence[int] = (),
     check_progress: Callable[[Mapping[str, Any]], object] = lambda _: None,
 ) -> TrainerRun:
-    """Set up a run, resuming from a checkpoint if configured; `check_progress`: see `resume`.
-
-    `end_tokens`: tokens at which an engine has to stop, besides those of the model.
-    """
+    """Set up a run, resuming from a checkpoint if configured; `check_progress`: see `resume`."""
     out, rank, place = RunDir(config.output_dir), backend.ranks.rank, backend.placement
     progress, first_step = resume(config, backend, check_progress)
     if rank == 0:
@@ -199,7 +195,7 @@ def build_run(
     monitor = build_monitor(out.root, process, config) if rank == 0 else Monitor(out.root, process, silent=True)
     arithmetic = place.dtype if backend.model.rounds_inputs else place.arithmetic
     perf = PerfCounter(backend.whole, place.device, arithmetic, backend.ranks.size, backend.num_threads)
-    model_files = add_end_tokens(read_model_files(backend.model_dir, tokenizer_dir, chat_template), end_tokens)
+    model_files = read_model_files(backend.model_dir, tokenizer_dir, chat_template)
     run = TrainerRun(
         backend,
         build_publisher(config, backend, model_files, first_step - 1),

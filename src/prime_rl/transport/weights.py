@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,8 +71,7 @@ PLAIN_LORA: dict[str, tuple[object, ...]] = {
 """PEFT settings that change what the tensors mean, with their values in plain LoRA; unset ones are plain."""
 CONVERSION = "write it with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 TEMPLATE_FILE = "chat_template.jinja"
-GENERATION_FILE = "generation_config.json"
-CONFIG_FILES = (GENERATION_FILE,)
+CONFIG_FILES = ("generation_config.json",)
 TOKENIZER_FILES = (
     "tokenizer*",
     "*tokens*.json",
@@ -106,17 +105,6 @@ def read_model_files(
     if chat_template is not None:
         files[TEMPLATE_FILE] = chat_template.encode()
     return ModelFiles(config, files)
-
-
-def add_end_tokens(files: ModelFiles, tokens: Sequence[int]) -> ModelFiles:
-    """The files with `tokens` among the end tokens of `generation_config.json`, at which an engine stops."""
-    generation = json.loads(files.files.get(GENERATION_FILE, b"{}"))
-    known = generation.get("eos_token_id", files.config.get("eos_token_id"))
-    ids = list(known) if isinstance(known, list) else [] if known is None else [known]
-    if set(tokens) <= set(ids):
-        return files
-    content = json.dumps({**generation, "eos_token_id": list(dict.fromkeys([*ids, *tokens]))}, indent=2) + "\n"
-    return replace(files, files={**files.files, GENERATION_FILE: content.encode()})
 
 
 def _read(source: Path, patterns: tuple[str, ...]) -> dict[str, bytes]:

@@ -15,13 +15,10 @@ from loguru import logger
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import FakeSFTDataConfig, SFTConfig, SFTDataConfig, SFTValConfig
 from prime_rl.trainer.sft.samples import TokenizedSamples, Tokenizer, check_data, tokenize_data
-from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.mixing import EpochOrder, StoppingStrategy, build_epoch_order
 from rollouts.training.types import Sample, Status
 
 FAKE_ROWS = 1024
-MAX_SAMPLES_READ = 100
-"""Samples in which the end token of chats is looked for."""
 
 
 class SampleSource(Protocol):
@@ -298,21 +295,6 @@ def check_positions(batches: SFTBatches, max_positions: int | None) -> None:
             f"the longest sample has {longest:,} tokens, but this model has {max_positions:,} positions: lower "
             f"data.seq_len to {max_positions}"
         )
-
-
-def find_end_tokens(batches: SFTBatches, tokenizer: Tokenizer | None) -> list[int]:
-    """The token with which the answers of chats end, and that of the tokenizer; empty for data without chats.
-
-    A base model with a template for chats does not have the first one among its own end tokens.
-    """
-    if tokenizer is None or not tokenizer.chat_template:
-        return []
-    chat = TemplateRenderer(tokenizer)
-    end = next((token for token in chat.turn_end if token in chat.end_ids), None)
-    first = (batches.source.sample(i).tokens for i in range(min(len(batches.source), MAX_SAMPLES_READ)))
-    if end is None or all(tokens[-1] != end for tokens in first):
-        return []
-    return [token for token in (tokenizer.eos_token_id, end) if token is not None]
 
 
 def build_tokenizer(config: SFTConfig) -> Tokenizer | None:

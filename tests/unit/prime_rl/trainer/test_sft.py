@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.inference.embedded.loading import load_eos_ids
-from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
+from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import SFTConfig, SFTDataConfig
 from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches
 from prime_rl.trainer.sft.samples import TokenizationStats, check_data, tokenize_rows
@@ -87,26 +85,6 @@ def test_loss_ends_with_the_first_end_token(tail: str) -> None:
     tokenizer = load_tokenizer("tiny-qwen3", template)
     [sample] = tokenize({"messages": [USER, ANSWER, USER, ANSWER]}, tokenizer)
     assert trained_text(sample, tokenizer) == ["ba<|im_end|>"] * 2
-
-
-def test_published_weights_end_with_the_trained_token(tmp_path: Path) -> None:
-    """A base model does not end with the token of the chats that it learns."""
-    model = tmp_path / "model"
-    shutil.copytree(resolve_model_dir("tiny-qwen3"), model)
-    base = load_tokenizer("tiny-qwen3").convert_tokens_to_ids("<|endoftext|>")
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": base, "top_k": 5}))
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [USER, ANSWER]}) + "\n")
-    values = {
-        "model": {"name": str(model), "debug": {"random_init": True}},
-        "data": {"name": str(tmp_path / "rows.jsonl"), "seq_len": 64, "batch_size": 1},
-        "max_steps": 1,
-        "output_dir": tmp_path / "run",
-    }
-    assert train(SFTConfig.model_validate(values)) == 0
-    weights = tmp_path / "run" / "weights" / "step_1"
-    end = load_tokenizer("tiny-qwen3").convert_tokens_to_ids("<|im_end|>")
-    assert load_eos_ids(weights) == [base, end]
-    assert json.loads((weights / "generation_config.json").read_bytes())["top_k"] == 5
 
 
 class LetterChat:
