@@ -180,9 +180,8 @@ def measure(arguments: argparse.Namespace, model_dir: Path, cases: list[Case]) -
     import torch
 
     from prime_rl.inference.embedded.engine import EmbeddedEngine
-    from prime_rl.inference.embedded.loading import load_eos_ids
     from prime_rl.runtime.tokenizer import load_tokenizer
-    from prime_rl.trainer.models.registry import load_decoder
+    from prime_rl.trainer.models.registry import load_decoder, load_eos_ids
 
     tokenizer, eos_ids, found = load_tokenizer(str(model_dir)), load_eos_ids(model_dir), []
     engines = {}

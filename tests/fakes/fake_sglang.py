@@ -31,11 +31,10 @@ from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.async_engine import AsyncEngine
 from prime_rl.inference.detokenizer import build_decode
 from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.inference.embedded.loading import load_eos_ids
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.inference.server import bind
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
-from prime_rl.trainer.models.registry import load_decoder, read_tensors
+from prime_rl.trainer.models.registry import load_decoder, load_eos_ids, read_tensors
 
 GENERATE_FIELDS = set(
     "rid text input_ids sampling_params return_logprob logprob_start_len top_logprobs_num token_ids_logprob "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,10 @@ from prime_rl.inference.engine import AdapterSpec
 from prime_rl.transport.weights import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
+    GENERATION_FILE,
     MANIFEST_FILE,
     check_adapter_config,
+    read_eos_ids,
     read_manifest,
     verify_tensors,
 )
@@ -43,7 +46,8 @@ def read_adapter(directory: Path, version: int | None = None) -> tuple[dict[str,
             raise ValueError(f"{directory} is incomplete: it has no STABLE marker")
         verify_tensors(tensors, manifest)
         version = manifest.step
-    return tensors, build_spec(config, version, str(path))
+    spec = build_spec(config, version, str(path))
+    return tensors, replace(spec, eos_ids=frozenset(read_eos_ids(directory / GENERATION_FILE)))
 
 
 def build_spec(config: Mapping[str, Any], version: int, source: str) -> AdapterSpec:

@@ -166,12 +166,14 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Rank and scaling of a LoRA adapter (PEFT's `adapter_config.json`)."""
+    """Rank and scaling of a LoRA adapter (PEFT's `adapter_config.json`), and its end tokens."""
 
     rank: int
     alpha: float
     version: int = 0
     """Policy version reported in its responses."""
+    eos_ids: frozenset[int] = frozenset()
+    """End tokens besides those of the base model."""
 
 
 class EngineUnavailable(ValueError):

@@ -12,7 +12,14 @@ from typing import NoReturn
 from prime_rl.configuration.arguments import CommandParser
 from prime_rl.pretrained.cache import build_once
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
-from prime_rl.transport.weights import WEIGHTS_FILE, adapt_config, is_adapter, read_model_files
+from prime_rl.transport.weights import (
+    GENERATION_FILE,
+    WEIGHTS_FILE,
+    adapt_config,
+    is_adapter,
+    read_eos_ids,
+    read_model_files,
+)
 from rollouts.training.tensor_files import save_tensors
 
 
@@ -52,7 +59,7 @@ def convert(source: Path, target: Path, file_type: str | None = None, base: str 
 def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None:
     """Write a full model into `target`: the base model with the adapter merged into its weights.
 
-    The base may be an adapter itself. The tokenizer is the adapter's, if it has one.
+    The base may be an adapter itself. Tokenizer and end tokens are the adapter's, if it has them.
     """
     from prime_rl.runtime.tokenizer import resolve_model_dir
     from prime_rl.trainer.lora import load_adapter, merge_adapter
@@ -65,7 +72,8 @@ def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None
     base_dir = resolve_model_dir(base)
     tensors = merge_adapter(read_tensors(base_dir), adapter)
     has_tokenizer = any(adapter_dir.glob("tokenizer*"))
-    files = read_model_files(base_dir, adapter_dir if has_tokenizer else None)
+    eos_ids = read_eos_ids(adapter_dir / GENERATION_FILE)
+    files = read_model_files(base_dir, adapter_dir if has_tokenizer else None, eos_ids=eos_ids)
     save_tensors(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     config = adapt_config(files.config, dtypes, None)

@@ -183,6 +183,7 @@ def build_run(
     *,
     tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
+    eos_ids: Sequence[int] = (),
     check_progress: Callable[[Mapping[str, Any]], object] = lambda _: None,
 ) -> TrainerRun:
     """Set up a run, resuming from a checkpoint if configured; `check_progress`: see `resume`."""
@@ -195,7 +196,7 @@ def build_run(
     monitor = build_monitor(out.root, process, config) if rank == 0 else Monitor(out.root, process, silent=True)
     arithmetic = place.dtype if backend.model.rounds_inputs else place.arithmetic
     perf = PerfCounter(backend.whole, place.device, arithmetic, backend.ranks.size, backend.num_threads)
-    model_files = read_model_files(backend.model_dir, tokenizer_dir, chat_template)
+    model_files = read_model_files(backend.model_dir, tokenizer_dir, chat_template, eos_ids)
     run = TrainerRun(
         backend,
         build_publisher(config, backend, model_files, first_step - 1),

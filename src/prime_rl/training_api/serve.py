@@ -118,11 +118,10 @@ def build_service(config: ServeConfig) -> TrainingService:
     from prime_rl.inference.async_engine import AsyncEngine
     from prime_rl.inference.detokenizer import build_decode
     from prime_rl.inference.embedded.engine import EmbeddedEngine
-    from prime_rl.inference.embedded.loading import load_eos_ids
     from prime_rl.runtime.machine import keep_freed_memory
     from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
     from prime_rl.trainer.models.placement import limit_threads
-    from prime_rl.trainer.models.registry import load_causal_lm
+    from prime_rl.trainer.models.registry import load_causal_lm, load_eos_ids
     from prime_rl.training_api.adapters import AdapterTrainer
     from prime_rl.training_api.checkpoints import AdapterStore
     from prime_rl.training_api.request_log import RequestLog

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ADAPTER_CONFIG_FILE",
     "ADAPTER_WEIGHTS_FILE",
+    "GENERATION_FILE",
     "MANIFEST_FILE",
     "PEFT_PREFIX",
     "TEMPLATE_FILE",
@@ -48,6 +49,7 @@ __all__ = [
     "is_adapter",
     "prune_weights",
     "publish_weights",
+    "read_eos_ids",
     "read_index",
     "read_manifest",
     "verify_tensors",
@@ -71,7 +73,7 @@ PLAIN_LORA: dict[str, tuple[object, ...]] = {
 """PEFT settings that change what the tensors mean, with their values in plain LoRA; unset ones are plain."""
 CONVERSION = "write it with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 TEMPLATE_FILE = "chat_template.jinja"
-CONFIG_FILES = ("generation_config.json",)
+GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer*",
     "*tokens*.json",
@@ -94,17 +96,29 @@ class ModelFiles:
 
 
 def read_model_files(
-    model_dir: Path, tokenizer_dir: Path | None = None, chat_template: str | None = None
+    model_dir: Path,
+    tokenizer_dir: Path | None = None,
+    chat_template: str | None = None,
+    eos_ids: Sequence[int] = (),
 ) -> ModelFiles:
     """Read the files that a published version needs besides its tensors.
 
-    `tokenizer_dir` and `chat_template` override those of `model_dir`.
+    `tokenizer_dir`, `chat_template` and `eos_ids` override those of `model_dir`.
     """
     config = read_json_file(model_dir / "config.json")
-    files = {**_read(model_dir, CONFIG_FILES), **_read(tokenizer_dir or model_dir, TOKENIZER_FILES)}
+    files = {**_read(model_dir, (GENERATION_FILE,)), **_read(tokenizer_dir or model_dir, TOKENIZER_FILES)}
     if chat_template is not None:
         files[TEMPLATE_FILE] = chat_template.encode()
+    if eos_ids:
+        generation = json.loads(files.get(GENERATION_FILE, "{}")) | {"eos_token_id": list(eos_ids)}
+        files[GENERATION_FILE] = _format_json(generation)
     return ModelFiles(config, files)
+
+
+def read_eos_ids(path: Path) -> list[int]:
+    """The end tokens that a configuration file names; empty if it names none or is missing."""
+    ids = read_json_file(path).get("eos_token_id") if path.is_file() else None
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def _read(source: Path, patterns: tuple[str, ...]) -> dict[str, bytes]:
@@ -170,7 +184,11 @@ def is_adapter(directory: Path) -> bool:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(dict(value), indent=2) + "\n", encoding="utf-8")
+    path.write_bytes(_format_json(value))
+
+
+def _format_json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(dict(value), indent=2) + "\n").encode()
 
 
 def adapt_config(config: dict[str, Any], dtypes: set[str], num_layers: int | None) -> dict[str, Any]:

@@ -121,6 +121,10 @@ class Adapters:
         """Prefix cache namespace of an adapter's requests; None without an adapter."""
         return None if name is None else self.served[name].cache_namespace
 
+    def eos_ids(self, name: str | None) -> frozenset[int]:
+        """End tokens of an adapter besides those of the base model; none without an adapter."""
+        return frozenset() if name is None else self.served[name].spec.eos_ids
+
     def remove(self, name: str) -> None:
         """Unload an adapter; `ValueError` if it is not loaded."""
         if self.served.pop(name, None) is None:

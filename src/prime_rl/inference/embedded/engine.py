@@ -189,14 +189,15 @@ class EmbeddedEngine(InProcessEngineMixin):
         """Queue a request; raises as `check`."""
         self.check(request)
         num_prompt, params = len(request.prompt), request.params
-        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
+        eos_ids = self._adapters.eos_ids(request.adapter) | self._eos_ids
+        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         stop_strings = None
         if params.stop and self._decode_text is not None:
             detokenizer = Detokenizer(self._decode_text, params.skip_special_tokens)
             stop_strings = StopStringMatcher(detokenizer, params.stop, params.include_stop)
         seq = Sequence(
             request=request,
-            eos_ids=self._eos_ids,
+            eos_ids=eos_ids,
             stop_ids=frozenset(token for token in stop_ids if token < self.vocab_size),  # the others have no logit
             tokens=list(request.prompt),
             num_prompt=num_prompt,

@@ -19,14 +19,12 @@ from prime_rl.inference.grammar import GrammarCompiler
 from prime_rl.inference.weight_dirs import allowed_dirs, resolve_allowed
 from prime_rl.runtime.core_lease import open_core_lease
 from prime_rl.runtime.run_dir import RunDir
-from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.placement import find_device, find_dtype, limit_threads
-from prime_rl.trainer.models.registry import load_causal_lm, load_hf_config, read_files
+from prime_rl.trainer.models.registry import load_causal_lm, load_eos_ids, read_files
 from prime_rl.transport.broadcast import Broadcast, ReceivedWeights, receive_weights
 from prime_rl.transport.deltas import is_delta, read_version
 from prime_rl.transport.weights import read_manifest, verify_tensors
-from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import is_complete
 from rollouts.training.tensor_files import MappedTensors
 
@@ -128,13 +126,3 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, token
         lease=open_core_lease(),
         owns_model=True,
     )
-
-
-def load_eos_ids(model_dir: Path) -> list[int]:
-    """EOS token ids from `generation_config.json`, else `config.json`, else the tokenizer's."""
-    path = model_dir / "generation_config.json"
-    generation = read_json_file(path) if path.is_file() else {}
-    ids = generation.get("eos_token_id", load_hf_config(model_dir).get("eos_token_id"))
-    if ids is None and (model_dir / "tokenizer.json").is_file():
-        ids = load_tokenizer(str(model_dir)).eos_token_id
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

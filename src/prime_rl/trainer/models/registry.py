@@ -12,14 +12,14 @@ from loguru import logger
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from prime_rl.runtime.tokenizer import resolve_model_dir
+from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.lora import load_adapter, merge_adapter
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig, Impl, choose_impl
 from prime_rl.trainer.models.gemma3 import Gemma3LM
 from prime_rl.trainer.models.hf_model import load_hf_model
 from prime_rl.trainer.models.nanochat import NanochatLM
-from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, GENERATION_FILE, read_eos_ids, read_index
 from rollouts.training.json_files import read_json_file
 from rollouts.training.tensor_files import MappedTensors
 
@@ -36,6 +36,15 @@ def load_hf_config(model_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{model_dir} has no {CONFIG_FILE}: give a Hugging Face model directory")
     return read_json_file(path)
+
+
+def load_eos_ids(model_dir: Path) -> list[int]:
+    """EOS token ids from `generation_config.json`, else `config.json`, else the tokenizer's."""
+    ids = read_eos_ids(model_dir / GENERATION_FILE) or read_eos_ids(model_dir / CONFIG_FILE)
+    if not ids and (model_dir / "tokenizer.json").is_file():
+        eos = load_tokenizer(str(model_dir)).eos_token_id
+        return [] if eos is None else [eos]
+    return ids
 
 
 def load_causal_lm(

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -15,6 +16,7 @@ from loguru import logger
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import FakeSFTDataConfig, SFTConfig, SFTDataConfig, SFTValConfig
 from prime_rl.trainer.sft.samples import TokenizedSamples, Tokenizer, check_data, tokenize_data
+from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.mixing import EpochOrder, StoppingStrategy, build_epoch_order
 from rollouts.training.types import Sample, Status
 
@@ -303,3 +305,21 @@ def build_tokenizer(config: SFTConfig) -> Tokenizer | None:
         return None
     tokenizer: Tokenizer = load_tokenizer(config.tokenizer.name or config.model.name, config.tokenizer.chat_template)
     return tokenizer
+
+
+def find_eos_ids(tokenizer: Tokenizer, model_dir: Path) -> list[int]:
+    """End tokens of the model and the one that ends trained turns or texts; empty if the model has that one already.
+
+    A base model names the end of a document only, so that its chats would never end.
+    """
+    from prime_rl.trainer.models.registry import load_eos_ids
+
+    eos_ids = load_eos_ids(model_dir)
+    end = tokenizer.eos_token_id
+    if tokenizer.chat_template:
+        chat = TemplateRenderer(tokenizer)
+        end = next((token for token in chat.turn_end if token in chat.end_ids), end)
+    if end is None or end in eos_ids:
+        return []
+    logger.info(f"The published weights have {tokenizer.decode([end])!r} as an end token, because it is trained")
+    return [*eos_ids, end]

@@ -41,7 +41,7 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
         return run_bench(config, train)
     from prime_rl.runtime.tokenizer import resolve_model_dir
     from prime_rl.trainer.run import build_run, start_backend
-    from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer, check_positions
+    from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer, check_positions, find_eos_ids
     from prime_rl.trainer.sft.validation import is_val_due, run_validation
     from rollouts.training.rl_losses import nll_loss
 
@@ -57,6 +57,7 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
         backend,
         tokenizer_dir=resolve_model_dir(config.tokenizer.name) if config.tokenizer.name else None,
         chat_template=tokenizer.chat_template if tokenizer and config.tokenizer.chat_template else None,
+        eos_ids=find_eos_ids(tokenizer, backend.model_dir) if tokenizer else (),
         check_progress=batches.restore,
     )
     timer = run.timer

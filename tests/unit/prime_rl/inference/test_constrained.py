@@ -18,13 +18,13 @@ from running_server import RunningServer
 from prime_rl.client.constraints import find_constraint
 from prime_rl.client.scoring import PackedScores
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.inference.embedded.loading import load_eos_ids
 from prime_rl.inference.engine import SamplingParams
 from prime_rl.inference.grammar import GrammarCompiler, build_grammar
 from prime_rl.inference.sglang.protocol import check_params
 from prime_rl.inference.tool_parser import TOOL_DIALECTS
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
+from prime_rl.trainer.models.registry import load_eos_ids
 from prime_rl.utils.client import InferenceClient
 from rollouts.training.agent_integration import rollout_to_samples
 from rollouts.training.environments.plain import PlainEnvironment

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from prime_rl.inference.detokenizer import MAX_CONTEXT, Detokenizer, StopStringMatcher, TokenNames, build_decode
 from prime_rl.inference.embedded import engine as engine_module
-from prime_rl.inference.embedded import loading, prefix_cache, scheduler
+from prime_rl.inference.embedded import prefix_cache, scheduler
 from prime_rl.inference.embedded.attention import decode_metadata, find_runs
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK, zeros
@@ -53,7 +53,7 @@ from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora, peft_tens
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
-from prime_rl.trainer.models.registry import load_decoder
+from prime_rl.trainer.models.registry import load_decoder, load_eos_ids
 from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels import native
 from rollouts.kernels.linear import linear
@@ -494,13 +494,13 @@ def test_tokens_that_end_an_answer(
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert loading.load_eos_ids(tmp_path) == expected
+    assert load_eos_ids(tmp_path) == expected
 
 
 def test_end_token_of_the_tokenizer_where_no_config_names_one(tmp_path: Path) -> None:
     tokenizer = build_smollm2(tmp_path)
     assert tokenizer.eos_token == "<|im_end|>"
-    assert loading.load_eos_ids(tmp_path) == [tokenizer.eos_token_id]
+    assert load_eos_ids(tmp_path) == [tokenizer.eos_token_id]
 
 
 def test_runs_of_shared_columns() -> None:
@@ -739,6 +739,20 @@ def test_concurrent_adapters_match_their_trainers() -> None:
         engine.add(requests[2])
     with pytest.raises(ValueError, match="lm_head"):
         engine.load_adapter("w", {"base_model.model.lm_head.weight": torch.zeros(2, 2)}, AdapterSpec(4, 8.0))
+
+
+def test_an_adapter_may_have_an_end_token_of_its_own() -> None:
+    adapter, params = build_adapter(1)[1], SamplingParams(max_tokens=20, seed=1)
+    engine = EmbeddedEngine(build_model(0))
+    engine.load_adapter("plain", adapter, AdapterSpec(4, 8.0))
+    [whole] = run(engine, GenerationRequest([1, 2, 3], params, adapter="plain"))
+    end = frozenset(whole.token_ids[5:6])
+    engine.load_adapter("chat", adapter, AdapterSpec(4, 8.0, eos_ids=end))
+    [ended] = run(engine, GenerationRequest([1, 2, 3], params, adapter="chat"))
+    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(*end) + 1] and ended.finish_reason == "stop"
+    [free] = run(engine, GenerationRequest([1, 2, 3], replace(params, ignore_eos=True), adapter="chat"))
+    [base] = run(engine, GenerationRequest([1, 2, 3], replace(params, max_tokens=100)))
+    assert free.token_ids == whole.token_ids and base.finish_reason == "length"
 
 
 def test_an_adapter_of_the_output_layer_changes_its_own_rows() -> None:

@@ -226,12 +226,14 @@ def publish_adapter(
 @pytest.mark.parametrize("modules_to_save", [(), ("lm_head",)])
 def test_convert_merges_an_adapter(tmp_path: Path, modules_to_save: tuple[str, ...]) -> None:
     directory, expected = publish_adapter(tmp_path, modules_to_save)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert run(convert_main, directory, tmp_path / "merged") == 0
     merged = read_files(tmp_path / "merged")
     assert merged.keys() == expected.keys() and all(torch.equal(merged[n], expected[n]) for n in merged)
     served = tensor_names(load_decoder(tmp_path / "merged"))
     assert all(torch.equal(served[name], expected[name]) for name in expected)
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "merged" / "generation_config.json").read_text())["eos_token_id"] == [7, 8]
     card = module.write_card(directory, "me/adapter")
     assert "A LoRA adapter, trained" in card and "library_name: peft" in card
 

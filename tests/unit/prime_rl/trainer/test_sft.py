@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prime_rl.inference.adapters import read_adapter
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import SFTConfig, SFTDataConfig
-from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches
+from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, find_eos_ids
 from prime_rl.trainer.sft.samples import TokenizationStats, check_data, tokenize_rows
 from prime_rl.trainer.sft.train import train
 from prime_rl.utils.pydantic_config import parse_argv
@@ -288,6 +290,30 @@ def test_training_reduces_loss_and_publishes_template(tmp_path: Path) -> None:
     assert complete_steps(tmp_path / "weights") == [12]
     assert (tmp_path / "weights/step_12/chat_template.jinja").read_text() == template
     assert load_tokenizer(str(tmp_path / "weights/step_12")).chat_template == template
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_published_weights_end_as_the_trained_turns_do(tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    """A base model names the end of a document only; those of its generation settings that stay are kept."""
+    base = shutil.copytree(ROOT / "src/prime_rl/assets/tiny-qwen3", tmp_path / "base")
+    generation = {"eos_token_id": 256, "temperature": 0.5}
+    (base / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "abc", "completion": "cba"}) + "\n")
+    data = {"name": str(tmp_path / "rows.jsonl"), "seq_len": 32, "batch_size": 4}
+    model = {"name": str(base), "debug": {"random_init": True}, "lora": lora}
+    train(make_config(tmp_path, data, max_steps=1, model=model))
+    published = tmp_path / "weights/step_1"
+    [end] = load_tokenizer(str(base)).encode("<|im_end|>")
+    assert json.loads((published / "generation_config.json").read_text()) == generation | {"eos_token_id": [256, end]}
+    if lora is not None:
+        assert read_adapter(published)[1].eos_ids == {256, end}
+
+
+def test_models_with_the_trained_end_token_keep_theirs(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 258}')
+    assert find_eos_ids(tokenizer, tmp_path) == []
+    (tmp_path / "config.json").write_text('{"eos_token_id": 256}')
+    assert find_eos_ids(tokenizer, tmp_path) == [256, 258]
 
 
 def test_loss_is_a_token_mean(tmp_path: Path) -> None:
