@@ -66,12 +66,12 @@ class Wire(InferenceClient):
                 f"<{c['function']['name']}{c['function']['arguments']}>" for c in message.get("tool_calls") or []
             )
             text += f"[{message['role'][0]}{thought}{content}{calls}"
-            text += {"newline": "|\n", "bare": "\n"}.get(self.ending, "|")
+            text += {"newline": "|\n", "bare": "\n", "space": " |"}.get(self.ending, "|")
         return text + ("[a" if head else "")
 
     @property
     def ending(self) -> str:
-        return next((q for q in ("newline", "bare") if q in self.quirks), "")
+        return next((q for q in ("newline", "bare", "space") if q in self.quirks), "")
 
     async def request(
         self, method: str, path: str, body: Any = None, timeout_s: float = 0, max_retries: int = 3

@@ -68,6 +68,8 @@ class _Turn:
     completion_ids: list[int]
     rendered: list[int]
     """The prompt as rendered by the template; equals `prompt_ids` unless earlier turns were sent as tokens."""
+    has_end: bool
+    """Whether the last sampled token is an end token of the model."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ class MultiTurnClient:
                     answer.prompt_token_ids,
                     choice.token_ids,
                     answer.prompt_token_ids if extended is None else extended.rendered,
+                    bool(choice.token_ids) and choice.finish_reason != "length" and choice.stop_reason is None,
                 )
             )
         return answer
@@ -218,7 +221,7 @@ class MultiTurnClient:
         if before[text_end:] != end or not is_extension:
             return None
         bridge = after[text_end:]
-        overlap = _count_overlap(turn.completion_ids, bridge, len(end))
+        overlap = _count_overlap(turn, bridge, len(end))
         return _Extended([*turn.prompt_ids, *turn.completion_ids, *bridge[overlap:]], after, messages)
 
     def _find_turn(self, body: Body, keys: list[bytes]) -> _Turn | None:
@@ -286,12 +289,16 @@ def _as_message(message: Any) -> Body:
     return fields
 
 
-def _count_overlap(sampled: list[int], bridge: list[int], most: int) -> int:
-    """Number of leading bridge tokens, up to `most`, that the model sampled itself: usually the end token."""
+def _count_overlap(turn: _Turn, bridge: list[int], most: int) -> int:
+    """Number of leading bridge tokens, up to `most`, that the model sampled itself: usually the end token.
+
+    Tokens that the template writes before the end token count too, as the space of Llama 2: the turn is already over.
+    """
+    sampled = turn.completion_ids
     for count in range(min(most, len(sampled)), 0, -1):
         if sampled[-count:] == bridge[:count]:
             return count
-    return 0
+    return bridge.index(sampled[-1]) + 1 if turn.has_end and sampled[-1] in bridge[:most] else 0
 
 
 def _is_longer(text: str, turn: _TextTurn) -> bool:

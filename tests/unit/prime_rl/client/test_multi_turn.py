@@ -42,6 +42,14 @@ def test_the_second_turn_sends_sampled_tokens_and_a_bridge() -> None:
     check(wire, [sample])
 
 
+def test_an_end_token_after_a_space_is_not_repeated() -> None:
+    """The template writes a space before the end token, as Llama 2's; the model does not sample it."""
+    wire = Wire(script=[turn([65, END]), turn([66])], quirks=frozenset({"space"}))
+    _, [sample] = talk(wire, [[{"role": "user", "content": "r"}], [{"role": "user", "content": "s"}]], max_tokens=2)
+    assert decode(sample.tokens) == "[uhi 12 [aA[ur [aB [us [aB" and sample.tokens.count(END) == 5
+    check(wire, [sample])
+
+
 def test_a_template_that_drops_thoughts_opens_a_new_sample() -> None:
     wire = Wire(
         script=[turn([*encode("(x)y"), END], thought=True), turn([66, END])], quirks=frozenset({"drops thoughts"})
@@ -154,7 +162,7 @@ reply = st.lists(
     min_size=1,
     max_size=2,
 )
-quirks = st.frozensets(st.sampled_from(["newline", "bare", "drops thoughts", "default system", "strips"]))
+quirks = st.frozensets(st.sampled_from(["newline", "bare", "space", "drops thoughts", "default system", "strips"]))
 
 
 @settings(deadline=None, max_examples=60)
