@@ -320,15 +320,20 @@ def _describe_unstable_prefix(
     index: int, message: int, chat: ChatRenderer, tokens: list[int], before: list[int], after: list[int]
 ) -> str:
     """Error message for a turn that does not extend the previous tokens."""
-    if before[: len(tokens)] == tokens and chat.decode(after).startswith(chat.decode(before)):
+    extends_earlier_turns = before[: len(tokens)] == tokens
+    if extends_earlier_turns and chat.decode(after).startswith(chat.decode(before)):
         return (
             f"row {index} of the data set: message {message} begins with white space that merges with the token "
             "before it, so the model could never generate it there; strip the text"
         )
+    what, cure = (
+        ("the prompt of this turn is rendered differently once its answer follows", "")
+        if extends_earlier_turns
+        else ("what precedes this turn is rendered differently once more follows", ", or data.split_turns = true")
+    )
     return (
-        f"row {index} of the data set: the chat template is not prefix-stable at message {message}, because what "
-        "precedes this turn is rendered differently once more follows; set tokenizer.chat_template to one that is, "
-        "or data.split_turns = true"
+        f"row {index} of the data set: the chat template is not prefix-stable at message {message}, because {what}; "
+        f"set tokenizer.chat_template to one that is{cure}"
     )
 
 

@@ -133,6 +133,15 @@ def test_split_turns_supports_rewriting_templates(tokenizer: Any) -> None:
     assert rewriting.decode(third.tokens).count("<think>") == 1
 
 
+@pytest.mark.parametrize("split_turns", [False, True])
+def test_split_turns_is_no_cure_for_a_changed_prompt(split_turns: bool, tokenizer: Any) -> None:
+    """As the template of DeepSeek-R1, whose generation prompt opens the reasoning that it drops from answers."""
+    opening = load_tokenizer("tiny-qwen3", tokenizer.chat_template + "{% if add_generation_prompt %}<think>{% endif %}")
+    with pytest.raises(ValueError, match=r"row 0 .*not prefix-stable at message 1.*its answer follows") as error:
+        tokenize([{"messages": [QUESTION, ANSWER]}], opening, split_turns=split_turns)
+    assert str(error.value).endswith("set tokenizer.chat_template to one that is")
+
+
 def test_dropped_rows_are_reported(tmp_path: Path, tokenizer: Any) -> None:
     empty = {"role": "assistant", "content": ""}
     rows: list[Any] = [
