@@ -288,7 +288,7 @@ def _derive_env_losses(tables: ConfigTables) -> None:
         loss = env.get("loss") if isinstance(env, dict) else None
         if not isinstance(loss, dict):
             continue
-        name, key = _find_env_name(env), f"orchestrator.env.{i}.loss"
+        name, key = TrainEnvConfig.find_name(env), f"orchestrator.env.{i}.loss"
         longest = tables.get("orchestrator.sampling.max_tokens")
         preset = PRESETS.get(str(loss.get("type")), Objective("custom"))
         own = dict(loss)
@@ -302,13 +302,6 @@ def _derive_env_losses(tables: ConfigTables) -> None:
             tables.note(f"{key}.type {preset.name} sets no filter and no overlong penalty: these are for whole runs")
         if advantage is None or not (advantage.get("import_path") or advantage.get("rewards")):
             env["advantage"] = {"baseline": choice.baseline, "std": choice.std, **(advantage or {})}
-
-
-def _find_env_name(env: dict[str, Any]) -> str:
-    """The name that `EnvConfig` gives an environment."""
-    taskset = env.get("taskset")
-    found = env.get("name") or env.get("id") or (isinstance(taskset, dict) and taskset.get("id"))
-    return str(found or TrainEnvConfig().id)
 
 
 def _derive_lr(tables: ConfigTables) -> None:

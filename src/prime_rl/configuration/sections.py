@@ -266,8 +266,15 @@ class EnvConfig(BaseConfig):
     @model_validator(mode="after")
     def _is_called_by_its_id(self) -> EnvConfig:
         if self.name is None:
-            self.__dict__["name"] = self.id  # not in model_fields_set: it follows the id
+            self.__dict__["name"] = self.find_name(vars(self))  # not in model_fields_set: it follows the id
         return self
+
+    @classmethod
+    def find_name(cls, values: Mapping[str, Any]) -> str:
+        """The name of an environment with these values: its own, its id, that of its taskset, or the default id."""
+        taskset = values.get("taskset")
+        found = values.get("name") or values.get("id") or (isinstance(taskset, Mapping) and taskset.get("id"))
+        return str(found or cls.model_fields["id"].default)
 
     def plain(self) -> dict[str, Any]:
         """The fields of `EnvConfig` alone, without those of subclasses."""
