@@ -17,6 +17,7 @@ from prime_rl.orchestrator.advantages import build_advantages
 from prime_rl.orchestrator.buffer import PromptBuffer, build_buffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
 from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
 from prime_rl.orchestrator.evaluation import Evaluations, build_evaluations, build_schedules
 from prime_rl.orchestrator.policy_version import PolicyVersion
@@ -117,7 +118,6 @@ def build_orchestrator(
     engines: Sequence[PrimeEngine],
     sender: BatchSender,
     monitor: Monitor,
-    teacher: Teacher | None = None,
 ) -> Orchestrator:
     """Build the components in the order of their dependencies, in the state to resume from; starts no tasks."""
     run = RunDir(config.output_dir)
@@ -128,8 +128,7 @@ def build_orchestrator(
 
     version = PolicyVersion(resumed_step)
     servers = build_servers(config, clients, engines, version)
-    if teacher is not None and teacher.contexts.teacher.client.base_url == config.client.base_url:
-        teacher.share_servers(servers)
+    teacher = build_teacher(config, servers)
     ema_servers = None if teacher is None else build_ema_servers(config, teacher.scorer.clients, version)
     buffer = build_buffer(config, environments, version)
     generator = build_generator(config, environments, servers, teacher)
@@ -198,19 +197,18 @@ async def open_orchestrator(
         engines = build_engines(config.client, broadcast=config.weight_broadcast.type != "filesystem")
         for client in clients:
             stack.push_async_callback(client.close)
-        teacher = build_teacher(config)
-        if teacher is not None:
-            stack.push_async_callback(teacher.close)
+        if config.teacher_model is not None:
+            contexts = ContextProvider(config.teacher_model, config.env, config.seed)
             for name, environment in environments.items():
-                teacher.contexts.check_rows(name, environment.rows("train"), config.model.name)
+                contexts.check_rows(name, environment.rows("train"), config.model.name)
         monitor = build_monitor(out, "orchestrator", config)
         stack.callback(monitor.finish)
         transport = config.transport
         sender = build_sender(transport.type, RunDir(out).rollouts, transport.host, transport.port)
         stack.callback(sender.close)
-        orchestrator = build_orchestrator(
-            config, environments, eval_environments, clients, engines, sender, monitor, teacher
-        )
+        orchestrator = build_orchestrator(config, environments, eval_environments, clients, engines, sender, monitor)
+        if (teacher := orchestrator.teacher) is not None:
+            stack.push_async_callback(teacher.close)
         sender.open()
         if threading.current_thread() is threading.main_thread():
             explain_on_signal("orchestrator", out, orchestrator.describe_wait)

@@ -129,10 +129,6 @@ class Teacher:
             metrics["teacher/with_context"] = counts["with_context"] / counts["rollouts"]
         return {"time/teacher_logprobs": seconds, "teacher/cached_prompt": share, **metrics}
 
-    def share_servers(self, servers: ServerChoice) -> None:
-        """Score on the servers of the student, which `servers` supervises."""
-        self.scorer.servers = self.reference.servers = servers
-
     async def wait_until_ready(self, timeout_s: float, student: Any) -> None:
         """Log configuration warnings, then wait until every server of the teacher's own responds.
 
@@ -266,8 +262,11 @@ def _rows(packed: bytes, selected: Sequence[int], width: int) -> bytes:
     return b"".join(packed[4 * width * i : 4 * width * (i + 1)] for i in selected)
 
 
-def build_teacher(config: OrchestratorConfig) -> Teacher | None:
-    """Build the configured teacher; None without one. `ValueError` for an invalid configuration."""
+def build_teacher(config: OrchestratorConfig, servers: ServerChoice | None = None) -> Teacher | None:
+    """Build the configured teacher; None without one. `ValueError` for an invalid configuration.
+
+    `servers` supervises those of the student, on which a teacher without servers of its own scores.
+    """
     teacher = config.teacher_model
     if teacher is None:
         return None
@@ -276,11 +275,13 @@ def build_teacher(config: OrchestratorConfig) -> Teacher | None:
         raise ValueError(
             "teacher_model.client.base_url is unset: rl starts a teacher and sets it; without rl, set it yourself"
         )
+    if teacher.client.base_url != config.client.base_url:
+        servers = None
     clients = build_clients(teacher.client)
     temperature = config.sampling.temperature if teacher.temperature is None else teacher.temperature
     name = teacher.model.name or config.model.name
-    scorer = TokenScorer(clients, name, temperature, teacher.top_logprobs)
+    scorer = TokenScorer(clients, name, temperature, teacher.top_logprobs, servers)
     reference = None
     if teacher.weights != "frozen":
-        reference = TokenScorer(clients, BASE_MODEL, temperature, teacher.top_logprobs)
+        reference = TokenScorer(clients, BASE_MODEL, temperature, teacher.top_logprobs, servers)
     return Teacher(contexts, scorer, config.model.name, reference)

@@ -502,10 +502,9 @@ def test_only_own_servers_of_a_teacher_are_waited_for(url: str, is_shared: bool,
     own = {"context": "C\n", "client": {"base_url": [url], "reconnect_timeout": 0}}
     values = {"env": [{"id": "rows"}], "client": client, "teacher_model": own, "output_dir": tmp_path}
     config = OrchestratorConfig.model_validate(values)
-    teacher, anything = build_teacher(config), MagicMock()
+    anything, rows = MagicMock(), load_environment("reverse-text", {"num_train_examples": 2})
+    teacher = build_orchestrator(config, {"rows": rows}, {}, [anything], [anything], anything, anything).teacher
     assert teacher is not None
-    rows = load_environment("reverse-text", {"num_train_examples": 2})
-    build_orchestrator(config, {"rows": rows}, {}, [anything], [anything], anything, anything, teacher)
     assert (teacher.scorer.servers is not None) == (teacher.reference.servers is not None) == is_shared
     with contextlib.nullcontext() if is_shared else pytest.raises(TimeoutError):
         anyio.run(teacher.wait_until_ready, 0.05, anything)
