@@ -66,11 +66,11 @@ def measure_row_bytes(backend: Backend, seq_len: int) -> int:
             stored[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    sums: list[Tensor] = []
+    row, sums = build_row(seq_len, backend.model.max_positions), list[Tensor]()
     device = backend.placement.device
     unchanged_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with unchanged_rng, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        backend.run_micros([build_row(seq_len)], lambda _, inputs: _keep(sums, inputs.trainer_logprobs), train=False)
+        backend.run_micros([row], lambda _, inputs: _keep(sums, inputs.trainer_logprobs), train=False)
     if backend.ranks.size > 1:
         backend.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds
     pop_expert_load(backend.model)
@@ -83,19 +83,21 @@ def _keep(sums: list[Tensor], logprobs: Tensor) -> Tensor:
     return sums[-1]
 
 
-def build_row(seq_len: int) -> MicroBatch:
-    """One sequence without text that has a loss on every token."""
+def build_row(seq_len: int, max_positions: int | None) -> MicroBatch:
+    """A row without text that has a loss on every token: one sequence, or several if positions are limited."""
+    longest = min(seq_len, max_positions or seq_len)
+    lengths = [min(longest, seq_len - start) for start in range(0, seq_len, longest)]
     return MicroBatch(
         input_ids=[0] * seq_len,
-        positions=list(range(seq_len)),
+        positions=[position % longest for position in range(seq_len)],
         labels=[0] * seq_len,
         loss_mask=[1.0] * seq_len,
         advantages=[0.0] * seq_len,
         inference_logprobs=[0.0] * seq_len,
         temperature=[1.0] * seq_len,
         teacher_logprobs=None,
-        lengths=[seq_len],
-        sample_ids=[0],
+        lengths=lengths,
+        sample_ids=list(range(len(lengths))),
     )
 
 

@@ -142,6 +142,7 @@ def test_packs_may_be_longer_than_the_table_of_positions(tmp_path: Path) -> None
         "model": {"name": str(save_model("gpt2", tmp_path))},
         "tokenizer": {"name": "tiny-qwen3"},
         "data": {"name": str(rows), "seq_len": 300, "batch_size": 1},
+        "micro_bs": "auto",
         "max_steps": 1,
         "output_dir": tmp_path / "run",
         "log": {"file": False},
