@@ -80,8 +80,7 @@ def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None
     if "lm_head.weight" in adapter.tensors or "model.embed_tokens.weight" in adapter.tensors:
         config["tie_word_embeddings"] = False
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name, data in files.files.items():
-        (target / name).write_bytes(data)
+    files.write(target)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

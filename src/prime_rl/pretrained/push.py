@@ -17,7 +17,7 @@ from prime_rl.pretrained.cache import models_cache_dir
 from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.tokenizer import ASSETS_DIR
-from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, is_adapter
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, FURTHER_TEMPLATES, is_adapter
 from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import is_complete, latest_step, parse_step, step_path
 
@@ -95,10 +95,11 @@ def check_weights(directory: Path) -> None:
         rewrite_adapter_config(directory)
 
 
-def list_files(directory: Path) -> list[Path]:
-    """The files to upload, sorted."""
-    files = sorted(path for path in directory.iterdir() if path.is_file())
-    return [path for path in files if not any(fnmatch(path.name, pattern) for pattern in INTERNAL)]
+def list_files(directory: Path) -> list[str]:
+    """The files to upload, as sorted paths below the directory."""
+    paths = [path for path in (*directory.iterdir(), *directory.glob(FURTHER_TEMPLATES)) if path.is_file()]
+    names = sorted(path.relative_to(directory).as_posix() for path in paths)
+    return [name for name in names if not any(fnmatch(name, pattern) for pattern in INTERNAL)]
 
 
 def push(directory: Path, repo_id: str, *, private: bool, token: str, message: str) -> str:
@@ -114,7 +115,7 @@ def push(directory: Path, repo_id: str, *, private: bool, token: str, message: s
     api = HfApi(token=token)
     try:
         url = api.create_repo(repo_id, private=private, exist_ok=True)
-        files: dict[str, Path | bytes] = {path.name: path for path in list_files(directory)}
+        files: dict[str, Path | bytes] = {name: directory / name for name in list_files(directory)}
         if is_adapter(directory):
             files[ADAPTER_CONFIG_FILE] = rewrite_adapter_config(directory)
         if CARD not in files and not api.file_exists(repo_id, CARD):
@@ -148,7 +149,7 @@ def _push(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.repo_id!r} is not a repository id: write it as owner/name")
     if options.dry_run:
         check_weights(options.directory)
-        names = [path.name for path in list_files(options.directory)]
+        names = list_files(options.directory)
         card = [] if CARD in names else [write_card(options.directory, options.repo_id)]
         sys.stdout.write("\n".join([*card, *names]) + "\n")
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ADAPTER_CONFIG_FILE",
     "ADAPTER_WEIGHTS_FILE",
+    "FURTHER_TEMPLATES",
     "GENERATION_FILE",
     "MANIFEST_FILE",
     "PEFT_PREFIX",
@@ -72,7 +72,7 @@ PLAIN_LORA: dict[str, tuple[object, ...]] = {
 }
 """PEFT settings that change what the tensors mean, with their values in plain LoRA; unset ones are plain."""
 CONVERSION = "write it with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE, FURTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates/*.jinja"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -82,6 +82,7 @@ TOKENIZER_FILES = (
     "*.model",
     "*.jinja",
     "chat_template.json",
+    FURTHER_TEMPLATES,
 )
 
 
@@ -92,7 +93,13 @@ class ModelFiles:
     config: dict[str, Any]
     """The contents of `config.json`."""
     files: dict[str, bytes]
-    """Tokenizer, chat template and generation defaults by file name."""
+    """Tokenizer, chat templates and generation defaults by path below the directory."""
+
+    def write(self, directory: Path) -> None:
+        """Write `files` into a directory."""
+        for name, data in self.files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_bytes(data)
 
 
 def read_model_files(
@@ -107,7 +114,8 @@ def read_model_files(
     """
     config = read_json_file(model_dir / "config.json")
     files = {**_read(model_dir, (GENERATION_FILE,)), **_read(tokenizer_dir or model_dir, TOKENIZER_FILES)}
-    if chat_template is not None:
+    if chat_template is not None:  # also for the chats that would have one of the others
+        files = {name: data for name, data in files.items() if not Path(name).match(FURTHER_TEMPLATES)}
         files[TEMPLATE_FILE] = chat_template.encode()
     if eos_ids:
         generation = json.loads(files.get(GENERATION_FILE, "{}")) | {"eos_token_id": list(eos_ids)}
@@ -122,8 +130,8 @@ def read_eos_ids(path: Path) -> list[int]:
 
 
 def _read(source: Path, patterns: tuple[str, ...]) -> dict[str, bytes]:
-    paths = [path for path in sorted(source.iterdir()) if any(fnmatch(path.name, pattern) for pattern in patterns)]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    paths = sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+    return {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
 
 
 def publish_weights(
@@ -158,8 +166,7 @@ def publish_weights(
         if tie_word_embeddings is not None:
             config["tie_word_embeddings"] = tie_word_embeddings
         _write_json(directory / "config.json", config)
-        for name, data in source.files.items():
-            (directory / name).write_bytes(data)
+        source.write(directory)
         if canary is not None:
             write_canary(directory, canary)
         write_manifest(directory, build_manifest(step, cpu_tensors))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from prime_rl.runtime.tokenizer import resolve_model_dir
+from prime_rl.pretrained.push import list_files
+from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder, read_tensors
@@ -69,6 +71,20 @@ def test_export_has_tokenizer_template_and_config(tmp_path: Path) -> None:
     assert (path / "chat_template.jinja").read_text() == "{{ messages }}"
     narrow = publish_weights(tmp_path, 2, {n: t.bfloat16() for n, t in tensor_names(model).items()}, TINY)
     assert json.loads((narrow / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_further_chat_templates_are_published(tmp_path: Path) -> None:
+    source = shutil.copytree(TINY, tmp_path / "source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    tensors = {"a": torch.zeros(1)}
+    templates = load_tokenizer(str(source)).chat_template
+    assert templates["tool_use"] == "{{ tools }}"
+    path = publish_weights(tmp_path, 1, tensors, source)
+    assert load_tokenizer(str(path)).chat_template == templates
+    assert "additional_chat_templates/tool_use.jinja" in list_files(path)
+    path = publish_weights(tmp_path, 2, tensors, read_model_files(source, chat_template="{{ messages }}"))
+    assert load_tokenizer(str(path)).chat_template == "{{ messages }}", "the configured template is for all chats"
 
 
 def test_manifest_detects_flipped_bits_and_lost_tensors(tmp_path: Path) -> None:
