@@ -3,12 +3,13 @@
 
 #include "linear.h"
 
-enum { DELTA_ROWS = 4, MAX_RANK = 256, VECS = 2 };
+/* Columns of A and B are padded to a multiple of WHOLE, `LANES` of native/__init__.py, on every CPU. */
+enum { DELTA_ROWS = 4, MAX_RANK = 256, VECS = 2, WHOLE = 16 };
 
 typedef struct {
-  int64_t rank, width, block;    /* width: rank in whole vectors; inputs per partial sum of B (A x), see `panel_product` */
+  int64_t rank, width, block;    /* width: rank padded; block: inputs per partial sum of B (A x), see `panel_product` */
   double scale;
-  const float *const *matrices;  /* per place: A as [inputs][width] and B as [rank][outputs], or NULL */
+  const float *const *matrices;  /* per place: A as [inputs][width] and B as [rank][outputs padded], or NULL */
 } Delta;
 
 /* Rows that have the same adapter; only int64_t, as `deltas.py` writes them. */
@@ -41,7 +42,7 @@ ALWAYS void delta_rows(const Delta *d, const float *a, const float *b, const flo
                        int64_t block, float *const *y, int64_t outputs, int num) {
   float low[DELTA_ROWS][MAX_RANK];
   const float *lows[DELTA_ROWS] = {low[0], low[1], low[2], low[3]};
-  int64_t padded = (outputs + LANES - 1) / LANES * LANES;
+  int64_t padded = (outputs + WHOLE - 1) / WHOLE * WHOLE;
   vec sums[DELTA_ROWS][VECS];
   for (int64_t i = 0; i < d->width; i += VECS * LANES) {
     int both = i + VECS * LANES <= d->width;
