@@ -206,6 +206,7 @@ def apply_filters(logprobs: Float[Tensor, "rows vocab"], filters: Filters) -> Fl
     rank = torch.arange(logprobs.shape[1], device=logprobs.device)
     keep = (rank < top_k[:, None]) & (ordered >= ordered[:, :1] + min_p.log()[:, None])
     probs = torch.softmax(ordered.masked_fill(~keep, float("-inf")).double(), dim=-1)
-    keep &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (rank == 0)
+    # A sum of probabilities may round to 1 before the last token: without `top_p`, all of them remain.
+    keep &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (rank == 0) | (top_p >= 1)[:, None]
     ordered = ordered.masked_fill(~keep, float("-inf"))
     return torch.empty_like(logprobs).scatter_(1, order, ordered)

@@ -905,6 +905,15 @@ def test_filters_renormalize_over_the_kept_tokens(params: dict[str, Any], kept: 
     assert torch.allclose(filtered, expected[order], atol=1e-6)
 
 
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_top_p_of_one_keeps_every_token(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also tokens before which the sum of probabilities rounds to 1."""
+    if not by_kernel:
+        monkeypatch.setattr("rollouts.kernels.cpu.runs_here", lambda *_: False)
+    logprobs = torch.log_softmax(torch.tensor([[0.0, -50.0, -50.0]]), -1)
+    assert torch.equal(filter_logprobs(logprobs, [SamplingParams(max_tokens=1, top_p=1.0)]), logprobs)
+
+
 def test_a_filtered_row_does_not_touch_its_neighbours() -> None:
     logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     plain = Row(SamplingParams(max_tokens=1, seed=1), [0])
