@@ -12,6 +12,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,7 +229,8 @@ def test_captured_steps_equal_eager_steps(
         options = options | {"max_cache_tokens": (num_blocks(420 + 1) + min_rows() + 2) * BLOCK}
     versions = [tensor_names(build_model(version)) for version in (1, 2)]
     recorder = TapeRecorder()
-    engine, eager = build_engine(build_model(0), recorder, **options), build_engine(build_model(0), None, **options)
+    model = build_model(0).double()  # errors by the number of rows of a product are too small to change a token
+    engine, eager = build_engine(deepcopy(model), recorder, **options), build_engine(model, None, **options)
     found, expected = drive(engine, seed, longest, versions), drive(eager, seed, longest, versions)
     assert check_alike(found, expected) > 100
     assert recorder.replayed > (0 if seed == 4 else 10)
