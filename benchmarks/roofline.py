@@ -78,7 +78,7 @@ class PeakMeter:
         x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
         self._resources = resources
         self._products: list[Callable[[], object]] = []
-        if dtype != "int8":
+        if dtype == "float32" or (dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
             narrow, packed = x.to(getattr(torch, dtype)), pack_weight(weight.to(getattr(torch, dtype)))
             self._products.append(lambda: packed_linear(narrow, packed))
         if native.library() is not None:
