@@ -66,20 +66,23 @@ def build_estimator(
 
 def shape_rewards(
     rewards: Sequence[float],
-    lengths: Sequence[int],
+    completions: Sequence[Sequence[int]],
     config: LengthPenaltyConfig | None,
     *,
     seq_len: int,
     max_tokens: int | None = None,
 ) -> list[float]:
-    """Rewards r of one group after the penalty for n sampled tokens, c = coef:
+    """Rewards r of one group after the penalty for n sampled tokens, m of them in the longest completion, c = coef:
 
     relative   r / (1 + c n / mean(n)); r (1 + c n / mean(n)) if r < 0  wrong answers (r = 0) are not penalized
     linear     r - c p n / seq_len,  p = mean(r) within 0..1           no penalty while a prompt is unsolved
-    overlong   r - c clip((n - (max_tokens - window)) / window, 0, 1)  DAPO, 2503.14476, equation 13
+    overlong   r - c clip((m - (max_tokens - window)) / window, 0, 1)  DAPO, 2503.14476, equation 13
+
+    `completions` are the lengths of the completions of each rollout; `max_tokens` limits each of them.
     """
     if config is None:
         return list(rewards)
+    lengths = [sum(rollout) for rollout in completions]
     if config.type == "relative":
         mean = fmean(lengths) or 1.0
         factors = [1 + config.coef * n / mean for n in lengths]
@@ -89,5 +92,5 @@ def shape_rewards(
         solved = min(max(fmean(rewards), 0.0), 1.0)
         return [r - config.coef * solved * n / seq_len for r, n in zip(rewards, lengths, strict=True)]
     assert max_tokens is not None, "validated by the config"
-    costs = [compute_overlong_penalty(n, max_tokens, config.window) for n in lengths]
+    costs = [compute_overlong_penalty(max(rollout, default=0), max_tokens, config.window) for rollout in completions]
     return [r - config.coef * cost for r, cost in zip(rewards, costs, strict=True)]

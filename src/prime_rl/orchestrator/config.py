@@ -102,7 +102,8 @@ class LengthPenaltyConfig(BaseConfig):
 
     type: Literal["relative", "linear", "overlong"] = "relative"
     """relative: r / (1 + coef * n / mean n of the group), negative r times it; linear: r - coef * pass rate * n /
-    seq_len; overlong: r - coef * the share of the last `window` tokens before max_tokens that n uses up."""
+    seq_len; overlong: r - coef * the share of the last `window` tokens before max_tokens that the longest
+    completion of the rollout uses up."""
 
     coef: float = Field(default=0.33, gt=0)
     """Penalty coefficient."""

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 from typing import get_args
 
@@ -15,8 +16,8 @@ from rollouts.training.types import Sample, Status
 STD_FLOOR = 1e-8
 GroupAdvantages = Callable[[list[Sample]], Sequence[float]]
 """Custom advantages: the samples of one group (the last of each rollout) -> one number per rollout."""
-Shape = Callable[[list[float], list[int]], list[float]]
-"""Rewards of a group and lengths of its rollouts -> rewards from which the advantages are computed."""
+Shape = Callable[[list[float], list[list[int]]], list[float]]
+"""Rewards of a group and lengths of the completions of each rollout -> rewards to compute the advantages from."""
 
 
 def compute_advantages(rewards: Sequence[float], baseline: float = 0.0) -> list[float]:
@@ -158,19 +159,20 @@ def assign_advantages(
 ) -> None:
     """Set `advantages` of the samples: every trained token gets that of its rollout in its group, other tokens get 0.
 
-    They are computed from `shape(rewards, lengths)` of each group, if given; `sample.reward` is unchanged. `custom`
-    replaces the estimator, and so do `components`: weights by name of the reward functions whose values are normalized
-    one by one. `kl_coef` times the sum of log-ratios of sampler and reference is subtracted from each reward. Failed
-    samples are left out.
+    They are computed from `shape(rewards, completions)` of each group, if given, with the lengths of the completions of
+    each rollout; `sample.reward` is unchanged. `custom` replaces the estimator, and so do `components`: weights by name
+    of the reward functions whose values are normalized one by one. `kl_coef` times the sum of log-ratios of sampler and
+    reference is subtracted from each reward. Failed samples are left out.
     """
     groups = split_groups(sample for sample in samples if sample.status != Status.FAILED)
-    lengths = [[sum(sample.response_length for sample in rollout) for rollout in group] for group in groups]
+    completions = [[split_completions(rollout) for rollout in group] for group in groups]
+    lengths = [[sum(rollout) for rollout in group] for group in completions]
     rewards = [[rollout[0].reward for rollout in group] for group in groups]
     if kl_coef:
         costs = [[kl_coef * sum_log_ratios(rollout) for rollout in group] for group in groups]
         rewards = [[r - c for r, c in zip(*pair, strict=True)] for pair in zip(rewards, costs, strict=True)]
     if shape is not None:
-        rewards = [shape(*pair) for pair in zip(rewards, lengths, strict=True)]
+        rewards = [shape(*pair) for pair in zip(rewards, completions, strict=True)]
     if custom is not None:
         table = [compute_custom_advantages(custom, [rollout[-1] for rollout in group]) for group in groups]
     elif components:
@@ -182,6 +184,12 @@ def assign_advantages(
         for rollout, advantage in zip(group, advantages, strict=True):
             for sample in rollout:
                 sample.advantages = [advantage if mask > 0 else 0.0 for mask in sample.loss_mask]
+
+
+def split_completions(rollout: Iterable[Sample]) -> list[int]:
+    """Number of tokens of each completion of a rollout: of each run of tokens with loss."""
+    masks = (groupby(mask > 0 for mask in sample.loss_mask) for sample in rollout)
+    return [sum(1 for _ in run) for mask in masks for is_sampled, run in mask if is_sampled]
 
 
 def sum_log_ratios(rollout: Sequence[Sample]) -> float:

@@ -19,6 +19,7 @@ from rollouts.training.advantages import (
     compute_group_advantages,
     compute_grouped_advantages,
     compute_overlong_penalty,
+    split_completions,
 )
 from rollouts.training.types import Sample, Status
 
@@ -72,6 +73,13 @@ def test_several_rewards_are_normalized_one_by_one() -> None:
     assert [s.advantages[1] for s in samples if s.advantages] == pytest.approx([x for row in found for x in row])
     with pytest.raises(ValueError, match=r"names 'speed', the environment has correct, style"):
         assign_advantages(samples, components={"speed": 1.0})
+
+
+def test_completions_are_the_runs_of_tokens_with_loss() -> None:
+    masks = [[0, 1, 1, 0, 0, 0.5], [0, 1, 1, 1], [0, 0]]
+    samples = [Sample(prompt="p", tokens=[0] * len(mask), loss_mask=mask) for mask in masks]
+    assert split_completions(samples) == [2, 1, 3]
+    assert split_completions(samples[2:]) == []
 
 
 def test_a_kl_in_the_reward_lowers_it_by_the_log_ratios() -> None:

@@ -241,7 +241,7 @@ def test_filters_by_name_with_arguments_and_by_import_path() -> None:
 
 
 def test_length_penalties_in_closed_form() -> None:
-    rewards, lengths = [1.0, 1.0, 0.0], [10, 30, 20]
+    rewards, lengths = [1.0, 1.0, 0.0], [[10], [30], [20]]
 
     def shaped(**config: Any) -> list[float]:
         return shape_rewards(rewards, lengths, LengthPenaltyConfig(**config), seq_len=100, max_tokens=30)
@@ -252,6 +252,8 @@ def test_length_penalties_in_closed_form() -> None:
     assert negative == pytest.approx([-1.25, -1.75, 0.5 / 1.5]), "longer is never better"
     assert shaped(type="linear", coef=0.3) == pytest.approx([1 - 0.02, 1 - 0.06, -0.04])
     assert shaped(type="overlong", coef=1.0, window=20) == pytest.approx([1.0, 0.0, -0.5])
+    lengths = [[5, 5, 10, 10], [10, 25], []]
+    assert shaped(type="overlong", coef=1.0, window=20) == pytest.approx([1.0, 0.25, 0.0]), "the longest completion"
 
 
 @pytest.mark.parametrize(
