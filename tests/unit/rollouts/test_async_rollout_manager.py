@@ -21,6 +21,7 @@ from rollouts.training.rollout_gen.async_rollout_manager import (
     AsyncRolloutManager,
     GroupDropped,
     NoTrainableGroupsError,
+    StalenessLimits,
     sample_seed,
 )
 from rollouts.training.rollout_gen.groups import GroupBuffer
@@ -251,6 +252,51 @@ def test_a_resumed_stream_may_have_another_batch_size(size: int, level: int) -> 
         await take(resumed, num_batches)
         num_trained = (num_batches - saved_after) * size
         assert resumed.groups.num_open == max(0, num_saved - num_trained)
+
+    run(main)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(("size", "level"), [(4, 3), (4, 0), (4, 1), (1, 1), (2, 3), (3, 0), (5, 0)])
+def test_a_resumed_stream_keeps_its_own_staleness(size: int, level: int, in_order: bool) -> None:
+    """A checkpoint with open groups of a higher level, or of larger batches, does not make samples older."""
+
+    def build(batch_size: int, level: int) -> AsyncRolloutManager:
+        async def generate(group_index: int, prompt: str) -> list[Sample]:
+            version = manager.version
+            await anyio.sleep(random.Random(group_index).random() * 10)
+            return [Sample(prompt=prompt, tokens=[1], loss_mask=[1.0], versions=[(0, version)])]
+
+        manager = AsyncRolloutManager(
+            DataBuffer(PROMPTS),
+            RolloutConfig(batch_size),
+            generate_group=generate,
+            slots=(level + 1) * batch_size,
+            in_order=in_order,
+            staleness_limits=StalenessLimits(None if in_order else level),
+        )
+        return manager
+
+    async def take(manager: AsyncRolloutManager, level: int) -> list[int]:
+        emitted = []
+        async with manager:
+            for _ in range(8):
+                with anyio.fail_after(10_000):
+                    batch = await manager.generate_batch()
+                assert max(manager.step_count - 1 - s.versions[0][1] for s in batch.samples) <= level
+                emitted += batch.group_indices
+                await anyio.sleep(5)
+                manager.release(manager.step_count)
+        manager.tokens.check(manager.ready_samples)
+        return emitted
+
+    async def main() -> None:
+        first, resumed = build(4, 3), build(size, level)
+        emitted = await take(first, 3)
+        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        emitted += await take(resumed, level)
+        conserved(resumed.groups)
+        assert not in_order or emitted == list(range(32 + 8 * size))
 
     run(main)
 

@@ -260,7 +260,11 @@ class AsyncRolloutManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`. Its batches count as released: a resumed run has their weights."""
+        """Restore `state`. Its batches count as released: a resumed run has their weights.
+
+        Finished groups that would be too old when they are trained, because this manager has a smaller bound on
+        staleness than that of `state`, are generated again.
+        """
         if state.get("version") != STATE_VERSION:
             raise ValueError(f"rollout state has version {state.get('version')}, this code reads {STATE_VERSION}")
         if self._running:
@@ -271,6 +275,14 @@ class AsyncRolloutManager:
         self.tokens.load_state_dict(state.get("tokens"), self.ready_samples)
         self._unreleased.clear()
         self._on_outcomes([Outcome.from_list(values) for values in state["unreleased"]])
+        if self.slots is not None and self.in_order:
+            max_staleness = self.slots // self.config.batch_size - 1
+            ready = self.groups.ready
+            for i, group_index in enumerate(sorted({*self.groups.returned, *ready})):
+                oldest = self.step_count + i // self.config.batch_size - max_staleness
+                self._return_if_older(group_index, ready.get(group_index, []), oldest)
+        else:
+            self._return_stale_groups()
 
     async def _generate_wave(self, reward_fn: Callable[[Sample], Any] | None) -> list[Sample]:
         """Run waves until a batch is ready; the surplus of the last wave is cached."""
@@ -296,14 +308,22 @@ class AsyncRolloutManager:
         return ready
 
     def _refill(self) -> None:
-        """Start a group for every free slot; returned groups already have one."""
+        """Start a group for every free slot."""
         if self._tasks is None or self.slots is None or self._failure() is not None:
             return
-        while self._can_start() and (
-            self.groups.returned or (self.num_slots_used < self.slots and not self._has_drawn_all())
-        ):
+        while self._can_start() and self._has_slot(self.slots):
             self._start_group(self._tasks)
         self._update_idle_time()
+
+    def _has_slot(self, slots: int) -> bool:
+        """Whether the next group has one of the slots.
+
+        A returned group still has that of its draw. In a resumed run with fewer slots it waits until the groups before
+        it leave one free: they are trained before it.
+        """
+        if self.groups.returned:
+            return self.num_slots_used - self.groups.num_from_returned < slots
+        return self.num_slots_used < slots and not self._has_drawn_all()
 
     def _can_start(self) -> bool:
         """Whether `max_running` allows another group, and the current version is fresh enough for the next batch."""
@@ -324,13 +344,17 @@ class AsyncRolloutManager:
                 self._running[group_index].cancel()
                 self._num_restarts[group_index] += 1
                 self.restarts["stale" if self._is_stale(start_version) else "off_policy"] += 1
-        if self.staleness_limits.max_staleness is None:
+        if (max_staleness := self.staleness_limits.max_staleness) is None:
             return
         for group_index, samples in self.groups.ready.items():
-            if self._is_stale(min((v for s in samples for _, v in s.versions), default=self.step_count)):
-                self.tokens.drop_samples(samples, DropReason.STALE)
-                self.groups.return_group(group_index)
-                self.restarts["stale"] += 1
+            self._return_if_older(group_index, samples, self.step_count - max_staleness)
+
+    def _return_if_older(self, group_index: int, samples: list[Sample], version: int) -> None:
+        """Return a finished group with tokens of an older version."""
+        if min((v for s in samples for _, v in s.versions), default=version) < version:
+            self.tokens.drop_samples(samples, DropReason.STALE)
+            self.groups.return_group(group_index)
+            self.restarts["stale"] += 1
 
     def _has_drawn_all(self) -> bool:
         """Whether the open groups are enough for the remaining batches; a resumed run may have another batch size."""

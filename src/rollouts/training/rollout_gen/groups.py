@@ -88,6 +88,12 @@ class GroupBuffer:
         return len(self.in_flight) + len(self.returned) + len(self._ready)
 
     @property
+    def num_from_returned(self) -> int:
+        """Number of open groups from the first returned one on."""
+        first = min(self.returned)
+        return sum(index >= first for groups in (self.in_flight, self.returned, self._ready) for index in groups)
+
+    @property
     def ready(self) -> dict[int, list[Sample]]:
         """Group index -> samples of the finished groups that are not emitted yet."""
         return dict(self._ready)
