@@ -33,8 +33,11 @@ from rollouts.training.types import RolloutConfig, Sample, Status
 MAX_EXPECTED_BYTES = 16 * 1024
 """Longer answers and infos of rows, encoded, are not recorded with each of their rollouts."""
 
-# Infrastructure errors: these alone do not quarantine a prompt at once.
-INFRASTRUCTURE_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError", "ModelError")
+# Infrastructure errors: these alone do not quarantine a prompt at once. A rollout also times out while it waits for a
+# server that is restarted or has too many requests.
+INFRASTRUCTURE_ERRORS = frozenset(
+    "APIConnectionError APITimeoutError InternalServerError RateLimitError ModelError RolloutTimeout".split()
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,7 +89,7 @@ class GroupGenerator:
         samples = [sample for samples in good for sample in samples]
         self.tokens.leave_unscored(group_index, num_sampled - count_sampled(samples))
         if len(good) < min(2, self.num_rollouts):
-            self._drop(prompt, rollouts)
+            raise GroupDropped(find_drop_reason(rollouts))
         return await self._add_teacher_logprobs(group_index, samples, prompt, client)
 
     def take_errors(self) -> dict[str, int]:
@@ -143,14 +146,6 @@ class GroupGenerator:
             self.last_error = f"{rollout.error_type}: {rollout.error}"
         return samples
 
-    def _drop(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
-        kinds = {rollout.error_type for rollout in rollouts if rollout.failed}
-        if kinds and kinds <= set(INFRASTRUCTURE_ERRORS):
-            raise GroupDropped(DropReason.ENGINE_ERROR)
-        if all(rollout.failed for rollout in rollouts):
-            raise GroupDropped(DropReason.ALL_FAILED)
-        raise GroupDropped(DropReason.TOO_FEW)
-
 
 def build_generator(
     config: OrchestratorConfig,
@@ -200,6 +195,14 @@ def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: 
 def count_slots(config: OrchestratorConfig) -> int:
     """Groups that may be open at once: (max_async_level + oversampling_factor) batches' worth."""
     return math.ceil((config.max_async_level + config.oversampling_factor) * config.num_groups - 1e-9)
+
+
+def find_drop_reason(rollouts: list[Rollout]) -> DropReason:
+    """Why a group without enough successful rollouts is dropped."""
+    kinds = {rollout.error_type for rollout in rollouts if rollout.failed}
+    if kinds and kinds <= INFRASTRUCTURE_ERRORS:
+        return DropReason.ENGINE_ERROR
+    return DropReason.ALL_FAILED if all(rollout.failed for rollout in rollouts) else DropReason.TOO_FEW
 
 
 def count_generated(rollout: Rollout) -> int:

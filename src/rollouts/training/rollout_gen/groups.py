@@ -16,7 +16,7 @@ class DropReason(StrEnum):
     """Why a group was dropped. Filters add their own names as plain strings."""
 
     ALL_FAILED = "all_failed"  # none of the prompt's rollouts succeeded
-    ENGINE_ERROR = "engine_error"  # every failure was an error of the inference server
+    ENGINE_ERROR = "engine_error"  # every failure was an error of the inference server or a timeout
     TOO_FEW = "too_few"  # too few rollouts succeeded to be compared
     STALE = "stale"  # weight changes restarted the group too often
     EASY = "easy"  # online difficulty filtering: mean reward 1

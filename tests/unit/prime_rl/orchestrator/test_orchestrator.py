@@ -24,7 +24,7 @@ from prime_rl.orchestrator.filters import build_group_filter
 from prime_rl.orchestrator.metrics import compute_batch_metrics, drop_overlong
 from prime_rl.orchestrator.orchestrator import run_orchestrator
 from prime_rl.orchestrator.policy_version import PolicyVersion
-from prime_rl.orchestrator.rollout_manager import build_generator
+from prime_rl.orchestrator.rollout_manager import build_generator, find_drop_reason
 from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.runtime.run_dir import RunDir
@@ -260,6 +260,23 @@ def test_failures_are_dropped_counted_and_bounded(
     # 12 prompts, 14 groups are needed and one prompt yields none: the second epoch meets it again at most once
     poisoned = [r for r in engine.requests if r["messages"][-1]["content"] == poison]
     assert len(poisoned) == 4 * (1 + config.max_retries), "a quarantined prompt is not drawn again"
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        (["APIConnectionError", "RolloutTimeout"], "engine_error"),
+        (["RolloutTimeout", None], "engine_error"),
+        (["RolloutTimeout", "TypeError"], "all_failed"),
+        (["WorkerDied", "WorkerDied"], "all_failed"),
+        (["TypeError", None], "too_few"),
+        ([None, None], "too_few"),
+    ],
+)
+def test_reasons_of_groups_with_too_few_rollouts(errors: list[str | None], reason: str) -> None:
+    statuses = [Status.FAILED if kind else Status.COMPLETED for kind in errors]
+    rollouts = [Rollout(prompt="", status=s, error_type=kind) for s, kind in zip(statuses, errors, strict=True)]
+    assert find_drop_reason(rollouts) == reason
 
 
 @pytest.mark.parametrize("held", [0, 2])
