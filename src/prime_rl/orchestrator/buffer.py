@@ -21,7 +21,7 @@ from rollouts.training.rollout_gen.groups import DropReason, Outcome
 
 Prompt = dict[str, Any]  # {"id": position, "env": name, "row": the environment's row}
 Curriculum = Callable[..., bool]
-TRANSIENT_REASONS = frozenset({DropReason.ENGINE_ERROR, DropReason.TOO_FEW, DropReason.STALE})
+TRANSIENT_REASONS = frozenset({DropReason.ENGINE_ERROR, DropReason.TOO_FEW})
 MAX_FAILED_BATCHES = 3
 """A prompt dropped for transient reasons in this many batches without a success between them is quarantined."""
 

@@ -163,7 +163,9 @@ def test_quarantine_after_failed_groups() -> None:
     buffer.record_outcomes([Outcome(1, 0.5)])
     for _ in range(MAX_FAILED_BATCHES - 1):
         buffer.record_outcomes([Outcome(1, None, DropReason.ENGINE_ERROR)])
-    assert "a1" in draw(buffer, 3), "a success forgives"
+    for _ in range(MAX_FAILED_BATCHES):
+        buffer.record_outcomes([Outcome(1, None, DropReason.STALE)])
+    assert "a1" in draw(buffer, 3), "a success forgives, and a stale group is no failure"
     buffer.record_outcomes([Outcome(1, None, DropReason.ENGINE_ERROR)])
     assert set(draw(buffer, 4)) == {"b0"}, "an environment with nothing left is passed over"
     buffer.record_outcomes([Outcome(2, None, DropReason.ALL_FAILED)])
