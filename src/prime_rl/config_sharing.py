@@ -159,6 +159,7 @@ def derive_keys(tables: ConfigTables) -> None:
     _connect_inference(tables)
     _switch_off_fake_data(tables)
     _derive_advantage(tables)
+    _derive_loss_divisor(tables)
     _derive_env_losses(tables)
     _derive_lr(tables)
     _ignore_gpu_keys_on_cpu(tables)
@@ -271,14 +272,20 @@ def _derive_advantage(tables: ConfigTables) -> None:
             tables.set(key, value, source)
         elif not _is_same(tables.get(key), value):
             tables.note(f"{tables.show(key)} overrides the {value!r} of {source}")
-    by_constant = tables.get("trainer.loss.loss_aggregation", preset.loss_aggregation) == "constant"
-    if by_constant and not tables.has("trainer.loss.max_tokens") and isinstance(max_tokens, int):
-        tables.set("trainer.loss.max_tokens", max_tokens, "orchestrator.sampling.max_tokens")
 
 
 def _is_chosen(tables: ConfigTables, name: str) -> bool:
     """Whether a key of `orchestrator.advantage` has a value other than None and empty."""
     return bool(tables.get(f"orchestrator.advantage.{name}"))
+
+
+def _derive_loss_divisor(tables: ConfigTables) -> None:
+    """Set the divisor of the aggregation "constant" to the maximum length of a completion."""
+    preset = PRESETS.get(str(tables.get("trainer.loss.type")), Objective("custom"))
+    is_constant = tables.get("trainer.loss.loss_aggregation", preset.loss_aggregation) == "constant"
+    max_tokens = tables.get("orchestrator.sampling.max_tokens")
+    if is_constant and isinstance(max_tokens, int) and not tables.has("trainer.loss.max_tokens"):
+        tables.set("trainer.loss.max_tokens", max_tokens, "orchestrator.sampling.max_tokens")
 
 
 def _derive_env_losses(tables: ConfigTables) -> None:

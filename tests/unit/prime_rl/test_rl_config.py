@@ -452,6 +452,16 @@ def test_preset_sets_the_orchestrator_advantage(name: str) -> None:
     assert config.notes == []
 
 
+@pytest.mark.parametrize("loss", [{}, {"type": "aipo"}, {"type": "custom", "import_path": "math:sqrt"}])
+def test_the_constant_of_a_loss_is_the_completion_length(loss: dict[str, str]) -> None:
+    for aggregation, expected in (("constant", 100), ("token-mean", None)):
+        settings = {
+            "trainer": {"loss": {**loss, "loss_aggregation": aggregation}},
+            "orchestrator": {"sampling": {"max_tokens": 100}},
+        }
+        assert RLConfig.model_validate(settings).trainer.loss.max_tokens == expected
+
+
 def test_explicit_advantage_keys_override_the_preset_with_a_note() -> None:
     rloo = ["--trainer.loss.type", "rloo"]
     config = parse(*rloo, "--orchestrator.advantage.baseline", "mean")
