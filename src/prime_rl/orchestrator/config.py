@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from prime_rl.client.constraints import find_constraint
 from prime_rl.client.contexts import ContextPosition
@@ -26,7 +26,7 @@ from prime_rl.configuration.sections import (
 )
 from prime_rl.orchestrator.distillation.config import ContextConfig, TeacherConfig
 from prime_rl.runtime.run_dir import RunDir
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, find_source_key, note_source
 
 
 class OrchestratorModelConfig(BaseConfig):
@@ -187,7 +187,7 @@ class OnlineEvalConfig(BaseConfig):
     """Evaluation environments, run sequentially on their held-out examples; unset: the training environments."""
 
     sampling: SamplingConfig | None = None
-    """Sampling parameters; unset: as in training."""
+    """Sampling parameters; unset keys: as in training."""
 
     num_examples: int = Field(default=-1, ge=-1)
     """Number of examples of each environment (the first ones); -1: all."""
@@ -369,6 +369,20 @@ class OrchestratorConfig(TrackersConfig):
     """Keep every rollouts/step_N; otherwise batches are removed once trained on and covered by a checkpoint."""
 
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_eval_sampling(cls, data: Any, info: ValidationInfo) -> Any:
+        """Keys that eval.sampling does not set are those of training."""
+        evaluation, trained = (data.get("eval"), data.get("sampling")) if isinstance(data, dict) else (None, None)
+        given = evaluation.get("sampling") if isinstance(evaluation, dict) else None
+        if not isinstance(evaluation, dict) or not isinstance(given, dict) or not given:
+            return data
+        trained, first = dict(trained) if isinstance(trained, (dict, SamplingConfig)) else {}, next(iter(given))
+        section = find_source_key(info, f"eval.sampling.{first}").removesuffix(first)
+        for name in trained.keys() - given.keys():
+            note_source(info, f"{section}{name}", "sampling of training")
+        return {**data, "eval": {**evaluation, "sampling": {**trained, **given}}}
 
     @model_validator(mode="after")
     def _check_whole_groups(self) -> OrchestratorConfig:

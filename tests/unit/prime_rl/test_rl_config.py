@@ -432,6 +432,17 @@ def test_eval_defaults_to_the_training_environments() -> None:
     assert parse(*train).orchestrator.eval_envs == []
 
 
+def test_evaluations_sample_as_training_unless_set() -> None:
+    train = ["--orchestrator.sampling.max-tokens", "128", "--orchestrator.sampling.top-p", "0.9"]
+    greedy = ["--orchestrator.eval.sampling.temperature", "0", "--orchestrator.eval.sampling.top-p", "1"]
+    for argv in ([*train, *greedy], [*greedy, *train]):
+        evaluation = parse(*argv).orchestrator.eval
+        assert evaluation is not None and evaluation.sampling is not None
+        found = evaluation.sampling
+        assert (found.temperature, found.top_p, found.max_tokens) == (0, 1, 128)
+    assert parse(*greedy).orchestrator.sampling.temperature == 1
+
+
 # The advantage half of an objective
 
 
