@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 
 from loguru import logger
 
 from prime_rl.telemetry.advice import MORE_SERVERS
+from rollouts.training.advantages import split_groups
 from rollouts.training.types import Sample, Status
 
 ENOUGH = 8
@@ -190,7 +190,7 @@ def ending_trouble(samples: Sequence[Sample]) -> str | None:
 
 def prefix_trouble(samples: Sequence[Sample]) -> str | None:
     """Turns do not extend the tokens of the previous turns, so each becomes a separate sample."""
-    rollouts = [list(rows) for _, rows in groupby(samples, key=lambda sample: (sample.group_index, sample.index))]
+    rollouts = [rollout for group in split_groups(samples) for rollout in group]  # of one seat each in self-play
     multi_turn = [rows for rows in rollouts if (rows[0].metadata.get("num_turns") or len(rows)) > 1]
     broken = sum(len(rows) > 1 for rows in multi_turn)
     if len(multi_turn) < ENOUGH or broken < BROKEN_TURNS * len(multi_turn):

@@ -70,6 +70,11 @@ def test_turns_that_rewrite_the_history() -> None:
     assert "prefixes: in 16 of 16 conversations" in line and "template" in line
 
 
+def test_each_seat_of_a_game_has_a_sample_of_its_own() -> None:
+    metadata = {"num_turns": 4}
+    assert output([make_sample(n, seat=seat, metadata=metadata) for n in range(16) for seat in ("x", "o")]) == []
+
+
 @pytest.mark.parametrize(
     ("answer", "reply", "found", "cure"),
     [
