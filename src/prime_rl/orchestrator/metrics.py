@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from statistics import fmean, pstdev
@@ -134,11 +135,15 @@ def _by_environment(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def _environment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean of each environment metric over the rollouts that report it; those of seats of a rollout are the same."""
+    """Mean of each environment metric over the rollouts that report it; those of seats of a rollout are the same.
+
+    NaN and infinity, which are None in groups of a checkpoint, mean that a metric does not apply to a rollout.
+    """
     values: dict[str, list[float]] = defaultdict(list)
     for first in {(rollout[0].group_index, rollout[0].index): rollout[0] for rollout in rollouts}.values():
         for name, value in first.metadata.get("metrics", {}).items():
-            values[f"metrics/{name}"].append(value)
+            if value is not None and math.isfinite(value):
+                values[f"metrics/{name}"].append(value)
     return {name: fmean(found) for name, found in values.items()}
 
 

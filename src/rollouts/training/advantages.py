@@ -215,7 +215,8 @@ def read_component(sample: Sample, name: str) -> float:
     metrics = sample.metadata.get("metrics", {})
     if name not in metrics:
         raise ValueError(f"advantage.rewards names {name!r}, the environment has {', '.join(metrics) or 'none'}")
-    return 0.0 if sample.metadata.get("zeroed") else float(metrics[name])
+    value = math.nan if metrics[name] is None else float(metrics[name])  # None: not finite, from a checkpoint
+    return 0.0 if sample.metadata.get("zeroed") else value
 
 
 def assign_role_advantages(samples: Iterable[Sample], baselines: dict[str, float], decay: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import statistics
 import threading
@@ -801,6 +802,17 @@ def test_batch_metrics_in_closed_form() -> None:
         "progress/problems": 2, "progress/samples": 4, "progress/tokens": 14, "reward/e": 0.25, "batch/e": 1,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_metrics_that_are_not_finite_are_left_out(value: float) -> None:
+    samples = [scored(0, 0, 1.0), scored(0, 1, 0.0)]
+    samples[1].metadata["metrics"] = {"m": value, "other": value}
+    for batch in (samples, [Sample.from_dict(sample.to_dict()) for sample in samples]):
+        metrics = compute_batch_metrics(batch, step=1, version=0, num_kept=2)
+        assert metrics["metrics/m"] == 1.0 and "metrics/other" not in metrics
+        with pytest.raises(ValueError, match="not finite: fix the reward function"):
+            build_advantages(OrchestratorConfig(advantage=AdvantageConfig(rewards={"m": 1.0})))(batch)
 
 
 def test_online_difficulty_filtering() -> None:
