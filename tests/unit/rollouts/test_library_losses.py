@@ -85,7 +85,6 @@ def test_ppo_closed_form() -> None:
     ref = torch.log(torch.tensor([[0.25, 0.6, 0.8]]))
     gaps = [LN2, -LN2, 0.0]
     for estimator, term in {
-        "k1": lambda d: d,
         "k2": lambda d: d * d / 2,
         "k3": lambda d: math.exp(-d) - 1 + d,
     }.items():
@@ -128,7 +127,6 @@ LOSSES = {
     "token": lambda b: ppo_loss(**of(b, "old_log_probs")),
     "sequence": lambda b: ppo_loss(**of(b, "old_log_probs"), aggregation="sequence", clip_range_high=0.3),
     "dual": lambda b: ppo_loss(**of(b, "old_log_probs"), dual_clip=1.2, aggregation="constant", max_tokens=4),
-    "kl1": lambda b: ppo_loss(**of(b, "old_log_probs", "ref_log_probs"), kl_coef=0.5, kl_estimator="k1"),
     "kl2": lambda b: ppo_loss(**of(b, "old_log_probs", "ref_log_probs"), kl_coef=0.5, kl_estimator="k2"),
     "kl3": lambda b: ppo_loss(**of(b, "old_log_probs", "ref_log_probs"), kl_coef=0.5, entropy_coef=0.2),
     "sequence_ratio": lambda b: ppo_loss(**{**of(b), "old_log_probs": b["old_log_probs"].mean(1)}),
@@ -167,6 +165,20 @@ def test_advantages_per_token_and_per_sequence_agree() -> None:
         assert float(loss(wide)) == pytest.approx(float(loss(batch)), rel=1e-6), name
 
 
+def test_k1_in_a_loss_would_have_no_gradient_on_policy() -> None:
+    logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
+
+    def gradient(estimator: Any) -> torch.Tensor:
+        logprobs = logits.log_softmax(0)
+        expected = (logprobs.exp().detach() * compute_kl(logprobs - reference, estimator)).sum()
+        return torch.autograd.grad(expected, logits)[0]
+
+    exact = torch.autograd.grad((logits.softmax(0) * (logits.log_softmax(0) - reference)).sum(), logits)[0]
+    assert gradient("k1").abs().max() < 1e-12 and torch.allclose(gradient("k2"), exact)
+    assert float(gradient("k3") @ exact) > 0
+
+
 def test_kl_estimators_by_expectation() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
     gap, exact = (p / q).log(), float((p * (p / q).log()).sum())
@@ -186,6 +198,7 @@ def test_kl_estimators_by_expectation() -> None:
         ({}, {"dual_clip": 1.0}, "dual_clip 1.0"),
         ({}, {"kl_coef": 0.1}, "no ref_log_probs"),
         ({}, {"kl_estimator": "k4"}, "'k4'"),
+        ({}, {"kl_estimator": "k1", "kl_coef": 0.1, "ref_log_probs": draw()["ref_log_probs"]}, "use k2 or k3"),
         ({}, {"aggregation": "mean"}, "'mean'"),
         ({}, {"aggregation": "constant"}, "max_tokens"),
     ],

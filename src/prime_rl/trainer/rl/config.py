@@ -278,7 +278,7 @@ class LossConfig(BaseConfig):
     """Weight of KL(policy || reference) in the loss; the reference model is orchestrator.teacher_model."""
 
     kl_estimator: KLEstimator = "k3"
-    """Estimator of the reference KL."""
+    """Estimator of the reference KL: k3 or k2; k1 is that of orchestrator.advantage.kl_coef."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
@@ -349,6 +349,11 @@ class LossConfig(BaseConfig):
             raise ValueError(f"type {self.type} has no importance ratio: remove old_logprobs, or use another type")
         if self.behavior_cap != Objective.behavior_cap and self.old_logprobs == "inference":
             raise ValueError("behavior_cap has no effect with old_logprobs inference: remove it, or use recomputed")
+        if self.kl_coef and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator k1 in the loss has a gradient without the reference, of mean 0 on policy: use k2 or k3, "
+                "or subtract it from rewards with orchestrator.advantage.kl_coef"
+            )
         if is_custom != (self.import_path is not None):
             raise ValueError("type custom and import_path go together: set both or neither")
         if self.kwargs and not is_custom:

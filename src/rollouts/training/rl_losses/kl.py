@@ -14,7 +14,8 @@ def compute_kl(gap: Tensor, estimator: KLEstimator = "k3") -> Tensor:
     """Per-token estimate of KL(policy || reference) from `gap` = logp - ref on the policy's tokens.
 
     k1: gap (unbiased, may be negative); k2: gap^2 / 2; k3: exp(-gap) - 1 + gap (unbiased and never negative).
-    k3 is constant below gap = -`MAX_LOG_RATIO`. Half precision is computed in fp32.
+    k3 is constant below gap = -`MAX_LOG_RATIO`. Half precision is computed in fp32. Do not minimize k1: its gradient,
+    that of logp, has no reference in it and a mean of 0 on policy.
     Source: Schulman, "Approximating KL divergence", 2020.
     """
     gap = widen(gap)

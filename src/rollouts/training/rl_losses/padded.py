@@ -75,7 +75,8 @@ def ppo_loss_with_metrics(
         dual clip c > 1            L = min(L, -c A) where A < 0  (1912.09729)
         + kl_coef KL(policy || reference)  - entropy_coef H
 
-    KL per token, d = logp - ref: k1 d, k2 d^2 / 2, k3 exp(-d) - 1 + d. `advantages` are [batch] or [batch, seq].
+    KL per token, d = logp - ref: k2 d^2 / 2, k3 exp(-d) - 1 + d; k1 d only as a metric. `advantages` are [batch] or
+    [batch, seq].
     `old_log_probs` are [batch, seq]; with [batch], the mean log-prob of each sequence, the ratio is the sequence's.
     `aggregation`: mean over all loss tokens, mean over sequences of their means, or sum / (batch `max_tokens`).
     """
@@ -165,3 +166,7 @@ def _check_ppo(
         raise ValueError(f"kl_coef is {kl_coef} but there are no ref_log_probs to compare with")
     if estimator not in get_args(KLEstimator):
         raise ValueError(f"kl_estimator {estimator!r} is not one of {', '.join(get_args(KLEstimator))}")
+    if kl_coef and estimator == "k1":
+        raise ValueError(
+            "kl_estimator k1 in a loss has a gradient without the reference: use k2 or k3, or subtract it from rewards"
+        )

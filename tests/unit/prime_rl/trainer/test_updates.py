@@ -230,6 +230,7 @@ def test_drift_by_own_updates_is_no_failed_delivery(num_updates: int, num_warnin
     [
         (["--num_minibatches", "9", "--data.fake.batch_size", "8"], "above data.fake.batch_size 8"),
         (["--loss.old_logprobs", "recomputed"], "raise num_minibatches or num_epochs"),
+        (["--loss.kl_coef", "0.1", "--loss.kl_estimator", "k1"], "use k2 or k3"),
         (["--loss.behavior_cap", "2"], "no effect with old_logprobs inference"),
         (
             ["--loss.type", "reinforce", "--loss.old_logprobs", "recomputed", "--num_epochs", "2"],
