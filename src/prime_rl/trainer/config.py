@@ -392,11 +392,6 @@ class TrainConfig(TrainerConfig):
         fake = self.data.fake
         if fake is not None and self.num_minibatches > fake.batch_size:
             raise ValueError(f"num_minibatches {self.num_minibatches} is above data.fake.batch_size {fake.batch_size}")
-        if self.loss.old_logprobs == "recomputed" and self.num_minibatches * self.num_epochs == 1:
-            raise ValueError(
-                "loss.old_logprobs recomputed has no effect with one update per batch: "
-                "raise num_minibatches or num_epochs, or remove it"
-            )
         return self
 
     @model_validator(mode="after")

@@ -108,8 +108,8 @@ class Objective:
     `max_prob_diff` d drops it if sign(A') (p_trainer - p_inference) > d. None: no bound. log w and the log-ratio of k3
     are bounded by `MAX_LOG_RATIO`; beyond it w is constant and has no gradient.
 
-    With `old_logprobs` "recomputed" (several updates per batch) the old policy is the trainer before the first update
-    of the batch: r = exp(l - old log-prob), also in `max_prob_diff`, and the first two losses are multiplied by
+    With `old_logprobs` "recomputed" the old policy is the trainer before the first update of the batch:
+    r = exp(l - old log-prob), also in `max_prob_diff`, and the first two losses are multiplied by
     sg(min(old policy / sampler, behavior_cap)). Masks, kl_tau and inference_kl_coef still refer to the sampler.
 
     `loss_aggregation` averages token losses over tokens (token-mean), or over sequences their means

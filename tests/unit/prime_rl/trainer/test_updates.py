@@ -225,11 +225,15 @@ def test_drift_by_own_updates_is_no_failed_delivery(num_updates: int, num_warnin
     assert len(lines) == num_warnings
 
 
+def test_one_update_per_batch_may_recompute_logprobs() -> None:
+    config, _ = parse_argv(TrainConfig, ["--loss.type", "ppo", "--loss.old_logprobs", "recomputed"], "trainer", {})
+    assert (config.num_minibatches, config.num_epochs, config.loss.old_logprobs) == (1, 1, "recomputed")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--num_minibatches", "9", "--data.fake.batch_size", "8"], "above data.fake.batch_size 8"),
-        (["--loss.old_logprobs", "recomputed"], "raise num_minibatches or num_epochs"),
         (["--loss.kl_coef", "0.1", "--loss.kl_estimator", "k1"], "use k2 or k3"),
         (["--loss.behavior_cap", "2"], "no effect with old_logprobs inference"),
         (
