@@ -100,7 +100,7 @@ def compute_gamma_weight(
 def weigh_behavior(inputs: LossInputs, objective: Objective) -> Float[Tensor, " tokens"] | None:
     """min(old policy / sampler, `behavior_cap`), of a token or a sequence like the ratio; None if they are the same.
 
-    Decoupled PPO, 2110.00641, equation 4; the cap is that of AReaL, 2505.24298.
+    Decoupled PPO, 2110.00641, equation 4, with truncated weights; AReaL, 2505.24298, drops the tokens above its cap.
     """
     if inputs.old_logprobs is None:
         return None
