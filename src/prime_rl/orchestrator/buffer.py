@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from loguru import logger
@@ -223,9 +224,9 @@ class PromptBuffer:
         self._num_failures = Counter(dict(state["strikes"]))
         self._rewards = dict(state["rewards"])
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Hash over names and rows."""
+        """Hash over names and rows, which do not change."""
         digest = hashlib.blake2b(digest_size=16)
         for env in self.envs:
             digest.update(f"{env.name}:{len(env.rows)}\n".encode())

@@ -194,6 +194,13 @@ def test_curriculum_defers_rows() -> None:
     assert draw(buffer, 1), "held back altogether: better one too early than none"
 
 
+def test_prompts_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = make({"a": 3})
+    state = buffer.save_state()
+    monkeypatch.setattr("prime_rl.orchestrator.buffer.hashlib", None)
+    assert buffer.save_state() == state
+
+
 def test_state_of_other_prompts_raises() -> None:
     state = make({"a": 3}).save_state()
     with pytest.raises(ValueError, match=r"other prompts \(environments a\)"):
