@@ -77,7 +77,7 @@ async def next_batch(orchestrator: Orchestrator) -> list[Sample]:
             return (await rollouts.generate_batch()).samples
     except NoTrainableGroupsError as error:
         last = orchestrator.generator.last_error
-        # Prompts and settings are input errors that the user can fix; server failures are not.
+        # Prompts and settings are input errors that the user can fix; failures of servers are not.
         kind = RuntimeError if DropReason.ENGINE_ERROR in error.reasons else ValueError
         raise kind(f"{error}" + (f"; last error of a rollout: {last}" if last else "")) from error
 

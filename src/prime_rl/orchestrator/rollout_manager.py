@@ -13,7 +13,7 @@ import msgspec
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.orchestrator.buffer import Prompt, PromptBuffer
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.distillation.teacher import Teacher
+from prime_rl.orchestrator.distillation.teacher import SkipReason, Teacher
 from prime_rl.orchestrator.filters import build_group_filter
 from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.runtime.redaction import redact_fields
@@ -106,8 +106,11 @@ class GroupGenerator:
             samples = await self.teacher.score_group(samples, prompt["env"], prompt["row"], client)
             self.tokens.leave_unscored(group_index, num_sampled - count_sampled(samples))
             if len({sample.index for sample in samples}) < min(2, self.num_rollouts):
-                self.last_error = self.teacher.last_error
-                raise GroupDropped(DropReason.TOO_FEW)
+                error = self.teacher.last_error
+                assert error is not None, "it left out a sample"
+                self.last_error = str(error)
+                is_outage = error.reason == SkipReason.SERVER
+                raise GroupDropped(DropReason.ENGINE_ERROR if is_outage else DropReason.TOO_FEW)
         for sample in samples:
             sample.metadata.pop("chat_request", None)
             # The text is used only in records, batches and checkpoints from here on: redact secrets.

@@ -348,6 +348,26 @@ def test_drops_have_reasons_and_starvation_raises() -> None:
     run(main)
 
 
+def test_starvation_names_the_reasons_of_the_last_drops() -> None:
+    async def generate(group_index: int, prompt: str) -> list[Sample]:
+        if group_index != 1:
+            raise GroupDropped("early" if group_index == 0 else "late")
+        return [Sample(prompt=prompt)]
+
+    async def main() -> None:
+        manager = AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(1), generate_group=generate, slots=1)
+        async with manager:
+            await manager.generate_batch()
+            manager.release(1)
+            with pytest.raises(
+                NoTrainableGroupsError, match=r"10 groups in a row were dropped: late \(10\)"
+            ) as starved:
+                await manager.generate_batch()
+        assert starved.value.reasons == {"late": 10} and manager.groups.drops == {"early": 1, "late": 10}
+
+    run(main)
+
+
 @both_loops
 @pytest.mark.parametrize("slots", [None, 6])
 def test_error_keeps_finished_groups_and_reruns_others(slots: int | None, backend: str) -> None:

@@ -65,7 +65,7 @@ class Teacher:
         self.contexts, self.scorer, self.model = contexts, scorer, model
         self.reference = reference or scorer
         """Scorer of reference environments: the model before training, also with an EMA or live teacher."""
-        self.last_error: str | None = None
+        self.last_error: UnscorableSample | None = None
         self._feedback = FeedbackCheck(contexts.teacher.success_reward)
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
@@ -96,7 +96,7 @@ class Teacher:
                 self._fill(sample, await self._score(scorer, tokens, start, support), start)
             except UnscorableSample as skipped:
                 self._counts[skipped.reason] += 1
-                self.last_error = str(skipped)
+                self.last_error = skipped
                 return
             sample.reference_weight = self.contexts.reference_weight(env) if role == "reference" else 0.0
             scored[index] = sample

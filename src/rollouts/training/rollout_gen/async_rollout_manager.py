@@ -78,10 +78,10 @@ class GroupDropped(Exception):
 class NoTrainableGroupsError(RuntimeError):
     """Too many groups in a row were dropped; `reasons` counts why."""
 
-    def __init__(self, streak: int, reasons: dict[str, int]) -> None:
+    def __init__(self, reasons: dict[str, int]) -> None:
         self.reasons = reasons
         listed = ", ".join(f"{reason} ({count})" for reason, count in sorted(reasons.items()))
-        super().__init__(f"{streak} groups in a row were dropped; all drops so far: {listed}")
+        super().__init__(f"{sum(reasons.values())} groups in a row were dropped: {listed}")
 
 
 class AsyncRolloutManager:
@@ -486,8 +486,8 @@ class AsyncRolloutManager:
             return self._error
         if self._abort_requested:
             return RuntimeError("Abort requested during batch generation")
-        if self.groups.rejected_streak >= self.max_rejected_groups:
-            return NoTrainableGroupsError(self.groups.rejected_streak, dict(self.groups.drops))
+        if self.groups.rejected_streak.total() >= self.max_rejected_groups:
+            return NoTrainableGroupsError(dict(self.groups.rejected_streak))
         return None
 
     def _raise_failure(self) -> None:
@@ -495,7 +495,8 @@ class AsyncRolloutManager:
         failure = self._failure()
         if failure is None or self._running:
             return
-        self._error, self._abort_requested, self.groups.rejected_streak = None, False, 0
+        self._error, self._abort_requested = None, False
+        self.groups.rejected_streak.clear()
         raise failure
 
     def _take(self) -> list[Sample]:

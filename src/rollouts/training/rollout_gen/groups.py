@@ -68,7 +68,7 @@ class GroupBuffer:
         self.returned: dict[int, int] = {}
         self.num_emitted = 0
         self.drops: Counter[str] = Counter()
-        self.rejected_streak = 0  # groups dropped since the last accepted one
+        self.rejected_streak: Counter[str] = Counter()  # groups dropped since the last accepted one, by reason
         self._positions: dict[int, int] = {}  # of ready groups
         self._ready: dict[int, list[Sample]] = {}
         self._outcomes: dict[int, Outcome] = {}  # of settled groups, until they are emitted with a batch
@@ -112,7 +112,7 @@ class GroupBuffer:
     def finish(self, group_index: int, samples: list[Sample]) -> None:
         """Mark a group as scored and accepted."""
         position = self.in_flight.pop(group_index)
-        self.rejected_streak = 0
+        self.rejected_streak.clear()
         self._ready[group_index], self._positions[group_index] = samples, position
         self._outcomes[group_index] = Outcome(position, mean_reward(samples))
         self._settle(group_index)
@@ -121,7 +121,7 @@ class GroupBuffer:
         """Mark a group as dropped; `reward` is its mean reward if it was scored."""
         self._outcomes[group_index] = Outcome(self.in_flight.pop(group_index), reward, reason)
         self.drops[reason] += 1
-        self.rejected_streak += 1
+        self.rejected_streak[reason] += 1
         self._settle(group_index)
 
     def return_group(self, group_index: int) -> None:
@@ -172,7 +172,7 @@ class GroupBuffer:
             "next_group_index": self.next_group_index,
             "num_emitted": self.num_emitted,
             "drops": {str(reason): count for reason, count in self.drops.items()},
-            "rejected_streak": self.rejected_streak,
+            "rejected_streak": {str(reason): count for reason, count in self.rejected_streak.items()},
             "returned": [{"group_index": index, "position": position} for index, position in open_groups],
             "outcomes": [[i, *out.to_list()] for i, out in sorted(self._outcomes.items()) if i not in unfinished],
             "partial_samples": [sample.to_dict() for _, group in sorted(ready.items()) for sample in group],
@@ -184,7 +184,8 @@ class GroupBuffer:
         self.next_group_index = state["next_group_index"]
         self.num_emitted = state["num_emitted"]
         self.drops = Counter(state["drops"])
-        self.rejected_streak = state["rejected_streak"]
+        streak = state["rejected_streak"]
+        self.rejected_streak = Counter(streak if isinstance(streak, dict) else {})  # earlier versions: without reasons
         self.returned = {entry["group_index"]: entry["position"] for entry in state["returned"]}
         self._outcomes = {i: Outcome.from_list(values) for i, *values in state["outcomes"]}
         for row in state["partial_samples"]:

@@ -48,6 +48,7 @@ from rollouts.training.objectives import PRESETS, DistillChoice
 from rollouts.training.rl_losses import LossInputs, compute_divergence, compute_sequence_kl_advantages, policy_loss
 from rollouts.training.rl_losses.policy import extra_terms, mix_advantages
 from rollouts.training.rollout_gen.async_rollout_manager import GroupDropped
+from rollouts.training.rollout_gen.groups import DropReason
 from rollouts.training.sampling_support import decode_supports
 from rollouts.training.types import UNFILTERED, Sample, TeacherTable
 
@@ -366,7 +367,19 @@ def test_overlong_teacher_prompts_are_dropped(server: RunningServer) -> None:
 
     assert anyio.run(run) == []
     assert teacher.take_metrics()["teacher/skipped/prompt"] == 1, "these tokens are not what the server renders"
-    assert teacher.last_error is not None and "other tokens" in teacher.last_error
+    assert teacher.last_error is not None and "other tokens" in str(teacher.last_error)
+
+
+def test_an_outage_of_the_teacher_is_no_error_of_the_prompt(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*args: Any) -> ScoredTokens:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(TokenScorer, "score", fail)
+    with pytest.raises(BaseException) as caught:
+        make_group(make_config(server, teacher={"context": CONTEXT}))
+    assert isinstance(caught.value, GroupDropped) and caught.value.reason == DropReason.ENGINE_ERROR
 
 
 def test_feedback_of_a_rollout_is_its_teacher_context(server: RunningServer) -> None:
