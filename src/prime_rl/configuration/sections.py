@@ -118,7 +118,7 @@ class ClientConfig(BaseConfig):
     """Client of OpenAI-compatible inference servers."""
 
     timeout: float = Field(default=1200.0, gt=0)
-    """Request timeout in seconds."""
+    """Request timeout in seconds; loading weights may take at least 300."""
 
     base_url: list[str] = Field(default=["http://localhost:8000/v1"], min_length=1)
     """Server URLs including /v1; requests are load-balanced over several."""

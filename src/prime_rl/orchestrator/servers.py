@@ -30,11 +30,12 @@ def build_engines(config: ClientConfig, *, broadcast: bool = False) -> list[Prim
     headers = dict(config.headers)
     if key := os.environ.get(config.api_key_var):
         headers.setdefault("authorization", f"Bearer {key}")
+    timeout = max(config.timeout, PrimeEngine.timeout)
     if not broadcast:
-        return [PrimeEngine(url, headers=headers) for url in config.base_url]
+        return [PrimeEngine(url, timeout, headers=headers) for url in config.base_url]
     number = len(config.base_url)
     return [
-        BroadcastEngine(url, headers=headers, server_rank=rank, num_servers=number)
+        BroadcastEngine(url, timeout, headers=headers, server_rank=rank, num_servers=number)
         for rank, url in enumerate(config.base_url)
     ]
 

@@ -12,9 +12,11 @@ import msgspec
 import pytest
 
 from prime_rl.client.scoring import PackedScores, TokenScorer
+from prime_rl.configuration.sections import ClientConfig
 from prime_rl.orchestrator import server_pool as module
 from prime_rl.orchestrator.policy_version import PolicyVersion
 from prime_rl.orchestrator.server_pool import ServerPool
+from prime_rl.orchestrator.servers import build_engines
 from prime_rl.orchestrator.weight_relay import MAX_ATTEMPTS, WeightRelay
 from rollouts.training.steps import publish_step
 from rollouts.training.weight_sync import EngineError, FailureKind, WeightSyncError
@@ -306,3 +308,10 @@ async def test_recovery_ignores_servers_of_another_pool(tmp_path: Path) -> None:
     assert await pool.server_pool.wait_for_recovery(error) and not pool.server_pool.unreachable
     lasting = WeightSyncError("step_1", [(str(pool.servers[0]), "refused: no memory")])
     assert not await pool.server_pool.wait_for_recovery(lasting)
+
+
+@pytest.mark.parametrize(("given", "limit"), [({}, 1200), ({"timeout": 7200}, 7200), ({"timeout": 5}, 300)])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_loading_weights_may_take_as_long_as_a_request(given: dict[str, float], limit: float, broadcast: bool) -> None:
+    [engine] = build_engines(ClientConfig.model_validate(given), broadcast=broadcast)
+    assert engine.timeout == limit
