@@ -249,7 +249,8 @@ def _derive_advantage(tables: ConfigTables) -> None:
     choice, settings = preset.advantage, dict[str, Any]()
     if tables.get("orchestrator.advantage.length_weighted_mean") is not True:
         settings = {"advantage.baseline": choice.baseline}
-    settings["advantage.std"] = choice.std
+    if tables.get("orchestrator.advantage.baseline") != "role":  # a role has no group to divide by
+        settings["advantage.std"] = choice.std
     if tables.is_off("orchestrator.advantage"):
         settings = {"advantage": {}}
     is_custom = next((f"orchestrator.advantage.{x}" for x in ("import_path", "rewards") if _is_chosen(tables, x)), None)
@@ -260,8 +261,8 @@ def _derive_advantage(tables: ConfigTables) -> None:
         settings = {} if is_off else {"advantage.baseline": "none", "advantage.std": "none"}
     if choice.drop_equal:
         settings["buffer.filters"] = [{"name": "zero_variance"}]
-    if choice.overlong and is_custom:
-        tables.note(f"{name} with {is_custom} has no overlong penalty")
+    if choice.overlong and (unshaped := _find_unshaped_advantage(tables)):
+        tables.note(f"{name} with {unshaped} has no overlong penalty")
     elif choice.overlong and isinstance(max_tokens, int):
         settings["length_penalty"] = {"type": "overlong", "coef": 1.0, "window": max(1, max_tokens // OVERLONG_SHARE)}
     elif choice.overlong:
@@ -272,6 +273,24 @@ def _derive_advantage(tables: ConfigTables) -> None:
             tables.set(key, value, source)
         elif not _is_same(tables.get(key), value):
             tables.note(f"{tables.show(key)} overrides the {value!r} of {source}")
+
+
+def _find_unshaped_advantage(tables: ConfigTables) -> str | None:
+    """The first advantage, of the run or an environment, that a length penalty has no effect on."""
+    envs = tables.get("orchestrator.env")
+    sections = {"orchestrator.advantage": tables.get("orchestrator.advantage")} | {
+        f"orchestrator.env.{i}.advantage": env.get("advantage")
+        for i, env in enumerate(envs if isinstance(envs, list) else [])
+        if isinstance(env, dict)
+    }
+    for key, section in sections.items():
+        if not isinstance(section, dict):
+            continue
+        if section.get("baseline") == "role":
+            return f"{key}.baseline role"
+        for name in filter(section.get, ("import_path", "rewards")):
+            return f"{key}.{name}"
+    return None
 
 
 def _is_chosen(tables: ConfigTables, name: str) -> bool:
@@ -308,7 +327,9 @@ def _derive_env_losses(tables: ConfigTables) -> None:
         if choice.drop_equal or choice.overlong:
             tables.note(f"{key}.type {preset.name} sets no filter and no overlong penalty: these are for whole runs")
         if advantage is None or not (advantage.get("import_path") or advantage.get("rewards")):
-            env["advantage"] = {"baseline": choice.baseline, "std": choice.std, **(advantage or {})}
+            is_role = advantage is not None and advantage.get("baseline") == "role"
+            std = {} if is_role else {"std": choice.std}
+            env["advantage"] = {"baseline": choice.baseline, **std, **(advantage or {})}
 
 
 def _derive_lr(tables: ConfigTables) -> None:

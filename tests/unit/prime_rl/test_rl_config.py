@@ -488,6 +488,25 @@ def test_explicit_advantage_keys_override_the_preset_with_a_note() -> None:
     assert parse().orchestrator.advantage == parse("--trainer.loss.type", "aipo").orchestrator.advantage
 
 
+@pytest.mark.parametrize(
+    ("advantage", "key"),
+    [
+        ({"rewards": {"f": 1.0}}, "rewards"),
+        ({"import_path": "math:fsum"}, "import_path"),
+        ({"baseline": "role"}, "role"),
+    ],
+)
+def test_dapo_has_no_penalty_where_an_advantage_ignores_it(advantage: dict[str, Any], key: str) -> None:
+    settings: dict[str, Any] = {"trainer": {"loss": {"type": "dapo"}}}
+    env = {"id": "math", "advantage": advantage}
+    for part in ({"env": [env]}, {"advantage": advantage}, {"env": [env | {"loss": {"type": "grpo"}}]}):
+        config = RLConfig.model_validate({**settings, "orchestrator": {"sampling": {"max_tokens": 100}, **part}})
+        assert config.orchestrator.length_penalty is None
+    argv = [f"--orchestrator.advantage.{name}={value}" for name, value in advantage.items() if isinstance(value, str)]
+    notes = parse("--trainer.loss.type", "dapo", "--orchestrator.sampling.max-tokens", "100", *argv).notes
+    assert not argv or any("has no overlong penalty" in note and key in note for note in notes)
+
+
 def test_losses_of_environments_reach_the_trainer(tmp_path: Path) -> None:
     text = """
     [[orchestrator.env]]
