@@ -15,7 +15,13 @@ FEW_CORES = 4
 def find_device(name: str) -> torch.device:
     """The device of `model.device`; `auto` is a GPU if there is one. `ValueError` if this machine does not have it."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if (assigned := os.environ.get("CUDA_VISIBLE_DEVICES", "")) not in ("", "-1"):
+            from loguru import logger
+
+            logger.warning(f"CUDA_VISIBLE_DEVICES={assigned}, but torch finds no GPU: computing on the CPU")
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -44,6 +44,13 @@ def test_gpu_ids_without_a_gpu_are_rejected_by_name(visible: list[int]) -> None:
         gpus.assign_gpus(parse("--trainer_gpu_ids", "0"))
 
 
+def test_ids_of_gpus_that_are_not_visible_are_rejected(visible: list[int]) -> None:
+    visible[:] = [2, 3]
+    for key in ("trainer_gpu_ids", "inference_gpu_ids"):
+        with pytest.raises(ValueError, match=rf"{key} = \[0\]: GPU 0 is not visible here, give ids of \[2, 3\]"):
+            gpus.assign_gpus(parse(f"--{key}", "0"))
+
+
 def test_gpus_are_shared_out(visible: list[int]) -> None:
     visible[:] = [3]
     assert gpus.assign_gpus(parse()) == gpus.GpuAssignment((3,), (3,))

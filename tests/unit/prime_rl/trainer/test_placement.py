@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from loguru import logger
 
 from prime_rl.trainer.models import placement
 from prime_rl.trainer.models.placement import find_device, find_dtype, limit_threads
@@ -40,3 +41,18 @@ def test_dtype_follows_the_device() -> None:
     assert find_dtype("auto", torch.device("cuda")) == torch.bfloat16
     assert find_dtype("auto", torch.device("cpu")) == torch.float32
     assert find_dtype("float64", torch.device("cpu")) == torch.float64
+
+
+@pytest.mark.parametrize(("visible", "num_warnings"), [("0,1", 1), ("", 0), ("-1", 0)])
+def test_an_assigned_gpu_that_torch_lacks_is_reported(
+    monkeypatch: pytest.MonkeyPatch, visible: str, num_warnings: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{message}")
+    try:
+        assert find_device("auto") == torch.device("cpu")
+    finally:
+        logger.remove(sink)
+    assert len(lines) == num_warnings
