@@ -131,13 +131,13 @@ def _share(tables: ConfigTables, row: Shared, defaults: BaseModel) -> None:
 def _choose(tables: ConfigTables, row: Shared) -> str:
     """The key whose value applies, "" if none is set; `ValueError` if two values disagree.
 
-    The shared key on the command line overrides process keys in files, as options override files everywhere.
+    The shared key as an option overrides process keys in files, as options override files everywhere.
     """
     chosen, *others = [*filter(tables.is_set, (row.key, *row.targets))] or [""]
     for key in others:
         if _is_same(tables.get(key), tables.get(chosen)):
             continue
-        if chosen == row.key and tables.source(chosen) == "CLI" and tables.source(key) not in ("CLI", "given"):
+        if chosen == row.key and tables.is_option(chosen) and not tables.is_option(key):
             tables.note(f"{tables.show(chosen)} replaces {tables.show(key)}")
             continue
         raise ValueError(

@@ -215,7 +215,8 @@ class ConfigBuilder:
             if not isinstance(below, dict | list):
                 below = self._default_list(path[:depth]) if self._schema_at(path[:depth]).kind == "list" else {}
                 self._set(node, key, below)
-                self.sources.pop(".".join(path[:depth]), None)
+                if (name := ".".join(path[:depth])) in self.sources:  # off until now: this key switches it on
+                    self.sources[name] = source
             node = below
         return node, self._key(node, path[-1], path, source)
 

@@ -17,7 +17,9 @@ class ConfigTables:
     def __init__(self, data: Any, info: ValidationInfo) -> None:
         self.data = _to_plain(data)
         self._info = info
-        self._sources: Mapping[str, str] = info.context["sources"] if isinstance(info.context, dict) else {}
+        context = info.context if isinstance(info.context, dict) else {"sources": {}, "options": None}
+        self._sources: Mapping[str, str] = context["sources"]
+        self._options: str | None = context["options"]
 
     def _find(self, key: str) -> tuple[bool, Any]:
         node = self.data
@@ -67,6 +69,12 @@ class ConfigTables:
     def source(self, key: str) -> str:
         """The source of a value."""
         return self._sources.get(key, "given")
+
+    def is_option(self, key: str) -> bool:
+        """Whether an option set the value, or the first value of its section; options win over files."""
+        if key in self._sources:
+            return self._sources[key] == self._options
+        return any(source == self._options for known, source in self._sources.items() if known.startswith(f"{key}."))
 
     def show(self, key: str) -> str:
         """`key = value (source)`, for messages."""

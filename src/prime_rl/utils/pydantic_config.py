@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 
-from prime_rl.configuration.errors import ConfigError, join_errors, translate
+from prime_rl.configuration.errors import COMMAND_LINE, ConfigError, join_errors, translate
 from prime_rl.configuration.merge import ConfigBuilder
 from prime_rl.configuration.schema import KeyPath, default_of, field_schema, variant
 from prime_rl.configuration.sources import apply_options, read_arguments, read_environment, read_file
@@ -116,7 +116,7 @@ def parse_argv(
     arguments = read_arguments(builder, argv)
     notes = _read_lower_layers(builder, arguments.files, os.environ if environ is None else environ)
     apply_options(builder, arguments.options)
-    config = _build(config_cls, builder, notes)
+    config = _build(config_cls, builder, notes, COMMAND_LINE)
     return config, config.provenance
 
 
@@ -135,7 +135,7 @@ def parse_settings(
     for path in sorted(paths, key=lambda path: not builder.goes_first(path)):
         with builder.collect_errors():
             builder.put(path, paths[path], lambda _: prog)
-    return _build(config_cls, builder, notes)
+    return _build(config_cls, builder, notes, prog)
 
 
 def _read_lower_layers(
@@ -149,12 +149,12 @@ def _read_lower_layers(
     return notes
 
 
-def _build(config_cls: type[Config], builder: ConfigBuilder, notes: list[str]) -> Config:
-    """Validate the merged values; raises ConfigError with all problems."""
+def _build(config_cls: type[Config], builder: ConfigBuilder, notes: list[str], options: str) -> Config:
+    """Validate the merged values; raises ConfigError with all problems. `options`: the source of the top layer."""
     if builder.errors:
         raise join_errors(builder.errors)
     notes += builder.notes
-    context = {"sources": builder.sources, "notes": notes}
+    context = {"sources": builder.sources, "notes": notes, "options": options}
     try:
         config = config_cls.model_validate(builder.values, context=context)
     except ValidationError as error:

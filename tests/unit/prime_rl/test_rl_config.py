@@ -16,7 +16,7 @@ from prime_rl.config_sharing import SHARED_KEYS
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.utils.pydantic_config import ConfigError, parse_argv, write_config
+from prime_rl.utils.pydantic_config import ConfigError, parse_argv, parse_settings, write_config
 from rollouts.training.objectives import PRESETS
 
 ROOT = Path(__file__).parents[3]
@@ -150,6 +150,25 @@ def test_an_option_wins_over_the_files_of_processes(tmp_path: Path) -> None:
     assert sum("replaces" in note for note in config.notes) == 2
     with pytest.raises(ConfigError, match=r"t\.toml:1"):
         parse(*files, PRIME_MAX_STEPS="4")
+
+
+def test_settings_of_train_win_over_the_files_of_processes(tmp_path: Path) -> None:
+    recorded = tmp_path / "rl.toml"
+    write_config(parse("--max-steps", "100", "--output-dir", "old"), recorded)
+    settings = {"max_steps": 20, "output_dir": "new", "ckpt.interval": 5}
+    config = parse_settings(RLConfig, settings, "train", [str(recorded)])
+    assert config.max_steps == config.trainer.max_steps == config.orchestrator.max_steps == 20
+    assert config.inference and config.inference.output_dir == config.trainer.output_dir == Path("new")
+    assert config.trainer.ckpt and config.trainer.ckpt.interval == 5
+
+
+def test_a_key_of_a_section_replaces_one_that_is_off(tmp_path: Path) -> None:
+    recorded = tmp_path / "rl.toml"
+    write_config(parse(), recorded)
+    config = parse("@", str(recorded), "--ckpt.interval", "10")
+    assert config.ckpt and config.trainer.ckpt and config.orchestrator.ckpt
+    assert config.ckpt.interval == config.trainer.ckpt.interval == config.orchestrator.ckpt.interval == 10
+    assert any(note.startswith("note: ckpt = on (CLI) replaces") for note in config.notes)
 
 
 @pytest.mark.parametrize("argv", [["--ckpt"], ["--trainer.ckpt"], ["--orchestrator.ckpt.interval", "3"]])
