@@ -69,17 +69,16 @@ def share_keys(tables: ConfigTables, defaults: BaseModel) -> None:
     if str(tables.get("resume")).lower() == "true":
         _resume_from_latest(tables)
     _share_ckpt_section(tables)
-    for section in filter(tables.is_section, TRACKERS):  # only to processes that lack the section
-        for target in (f"trainer.{section}", f"orchestrator.{section}"):
-            if not tables.is_set(target):
-                tables.set(target, {}, f"shared key {section}")
+    for section in TRACKERS:
+        _share_tracker(tables, section)
     _group_wandb_runs(tables, defaults)
     for row in SHARED_KEYS:
         if not row.key.startswith("ckpt.") or tables.is_section("ckpt"):
             _share(tables, row, defaults)
-    for process in ("trainer", "orchestrator"):
-        if tables.has("wandb.name") and not tables.is_set(f"{process}.wandb.name"):
-            tables.set(f"{process}.wandb.name", f"{tables.get('wandb.name')}-{process}", "shared key wandb.name")
+    for process in ("trainer", "orchestrator") if tables.has("wandb.name") else ():
+        own = f"{process}.wandb.name"
+        if not tables.is_set(own) or tables.replaces("wandb.name", own):
+            tables.set(own, f"{tables.get('wandb.name')}-{process}", "shared key wandb.name")
 
 
 def _resume_from_latest(tables: ConfigTables) -> None:
@@ -95,6 +94,19 @@ def _resume_from_latest(tables: ConfigTables) -> None:
         tables.set(f"{section}.resume_step", -1, "resume")
 
 
+def _share_tracker(tables: ConfigTables, section: str) -> None:
+    """Switch a tracker on in processes that lack its section; an option switches it on or off in both."""
+    is_on = tables.is_section(section)
+    for target in (f"trainer.{section}", f"orchestrator.{section}"):
+        if is_on == tables.is_section(target):
+            continue
+        if tables.replaces(section, target):
+            tables.note(f"{tables.show(section)} replaces {tables.show(target)}")
+        elif not is_on or tables.is_set(target):
+            continue
+        tables.set(target, {} if is_on else None, f"shared key {section}")
+
+
 def _group_wandb_runs(tables: ConfigTables, defaults: BaseModel) -> None:
     """Put the W&B runs of both processes into one group: that of a process, else wandb.name or output_dir."""
     given = {tables.get(f"{process}.wandb.group") for process in ("trainer", "orchestrator")} - {None}
@@ -103,6 +115,9 @@ def _group_wandb_runs(tables: ConfigTables, defaults: BaseModel) -> None:
     key = "wandb.name" if tables.has("wandb.name") else "output_dir"
     group = given.pop() if given else tables.get(key) or _find_default(defaults, key)
     tables.set("wandb.group", str(group), f"follows from {key}")
+    for process in ("trainer", "orchestrator"):
+        if not tables.has(f"{process}.wandb.group"):  # a record has "None": the group is that of the new run
+            tables.set(f"{process}.wandb.group", str(group), "shared key wandb.group")
 
 
 def _share_ckpt_section(tables: ConfigTables) -> None:
@@ -137,7 +152,7 @@ def _choose(tables: ConfigTables, row: Shared) -> str:
     for key in others:
         if _is_same(tables.get(key), tables.get(chosen)):
             continue
-        if chosen == row.key and tables.is_option(chosen) and not tables.is_option(key):
+        if chosen == row.key and tables.replaces(chosen, key):
             tables.note(f"{tables.show(chosen)} replaces {tables.show(key)}")
             continue
         raise ValueError(

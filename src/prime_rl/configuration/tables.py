@@ -76,6 +76,10 @@ class ConfigTables:
             return self._sources[key] == self._options
         return any(source == self._options for known, source in self._sources.items() if known.startswith(f"{key}."))
 
+    def replaces(self, key: str, other: str) -> bool:
+        """Whether a key is an option, and another one, for the same, is set but not an option."""
+        return self.is_option(key) and self.is_set(other) and not self.is_option(other)
+
     def show(self, key: str) -> str:
         """`key = value (source)`, for messages."""
         value = self.get(key)

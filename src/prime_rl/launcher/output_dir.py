@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir, find_used
 from rollouts.training.steps import complete_steps, find_damage, prune_steps, remove_unfinished, step_path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OR_CLEAN = ", or remove its steps with --clean"
 SINGLE_USE = ("clean", "open")
-"""Options of `rl` for one start, beside those of its trainer (`TrainerConfig.without_skips`)."""
+"""Options of `rl` for one start, beside those of its trainer (`TrainerConfig.find_single_use`)."""
 
 
 def prepare_output_dir(config: RLConfig) -> None:
@@ -113,12 +113,13 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
 
 
 def build_record(config: RLConfig) -> RLConfig:
-    """The config of later starts: options of this one are off, so that nothing is removed or skipped again."""
-    trainer = config.trainer.without_skips()
-    later = config.model_copy(update={**dict.fromkeys(SINGLE_USE, False), "trainer": trainer})
-    unset = {*SINGLE_USE, *(f"trainer.{key}" for key in config.trainer.provenance.keys() - trainer.provenance.keys())}
-    later.__dict__["provenance"] = {key: source for key, source in config.provenance.items() if key not in unset}
-    return later
+    """The config of later starts: options of this one are off, and what follows from output_dir may follow another."""
+    later: dict[str, Any] = {name: False for name in SINGLE_USE if getattr(config, name)}
+    later |= {f"trainer.{key}": value for key, value in config.trainer.find_single_use().items()}
+    if config.provenance.get("wandb.group", "").startswith("follows from"):
+        sections = {"": config.wandb, "trainer.": config.trainer.wandb, "orchestrator.": config.orchestrator.wandb}
+        later |= {f"{name}wandb.group": None for name, wandb in sections.items() if wandb is not None}
+    return config.for_later_starts(later)
 
 
 def build_eval_config(config: RLConfig) -> EvalConfig:

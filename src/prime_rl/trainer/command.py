@@ -90,7 +90,7 @@ def build_record(config: TrainerConfig) -> TrainerConfig | None:
     None for a benchmark, which writes no output, and for a rank of `run_ranks`, whose launcher has recorded it.
     """
     is_launched = "RANK" in os.environ and TOKEN_VARIABLE in os.environ
-    return None if config.bench or is_launched else config.without_skips()
+    return None if config.bench or is_launched else config.for_later_starts(config.find_single_use())
 
 
 def check_output_dir(config: TrainConfig | SFTConfig) -> None:

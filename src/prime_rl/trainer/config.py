@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -193,17 +193,12 @@ class TrainerConfig(TrackersConfig):
         """The learning rate when `optim.lr` is unset."""
         return cls.full_lr * LORA_LR_FACTOR if lora else cls.full_lr
 
-    def without_skips(self) -> Self:
-        """The config of later starts: `ckpt.skip_*` unset, and `ckpt.resume_step` too if it is of the stage before."""
-        if self.ckpt is None or not (skips := [name for name in SKIPS if getattr(self.ckpt, name)]):
-            return self
-        changes: dict[str, Any] = dict.fromkeys(skips, False)
-        if self.ckpt.skip_progress:
-            changes["resume_step"] = None
-        later = self.model_copy(update={"ckpt": self.ckpt.model_copy(update=changes)})
-        unset = {f"ckpt.{name}" for name in changes}
-        later.__dict__["provenance"] = {key: value for key, value in self.provenance.items() if key not in unset}
-        return later
+    def find_single_use(self) -> dict[str, Any]:
+        """Keys of one start with their values for later ones: `ckpt.skip_*`, and the checkpoint of the stage before."""
+        if self.ckpt is None:
+            return {}
+        values: dict[str, Any] = {f"ckpt.{name}": False for name in SKIPS if getattr(self.ckpt, name)}
+        return {**values, "ckpt.resume_step": None} if self.ckpt.skip_progress else values
 
     @model_validator(mode="before")
     @classmethod

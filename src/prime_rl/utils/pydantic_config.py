@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 
@@ -63,6 +63,17 @@ class BaseConfig(BaseModel):
         values, fields = dict(self), type(self).model_fields
         defaults = {k: f.get_default(call_default_factory=True, validated_data=values) for k, f in fields.items()}
         return {key for key, value in values.items() if value != defaults[key]}
+
+    def for_later_starts(self, values: Mapping[str, Any]) -> Self:
+        """A copy to record, with other values of dotted keys, whose sections are on."""
+        changes: dict[str, Any] = {}
+        for key, value in values.items():
+            name, _, rest = key.partition(".")
+            section = changes.get(name, getattr(self, name))
+            changes[name] = section.for_later_starts({rest: value}) if rest else value
+        later = self.model_copy(update=changes)
+        later.__dict__["provenance"] = {**self.provenance, **dict.fromkeys(values, "later starts")}
+        return later
 
     @model_validator(mode="before")
     @classmethod

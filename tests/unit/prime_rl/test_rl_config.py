@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prime_rl.config import RLConfig
-from prime_rl.config_sharing import SHARED_KEYS
+from prime_rl.config_sharing import SHARED_KEYS, TRACKERS
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
@@ -188,6 +188,33 @@ def test_wandb_runs_have_names_of_their_own() -> None:
     assert parse("--wandb", "--orchestrator.wandb", "None").orchestrator.wandb is None
     named = parse("--wandb.name", "run", "--trainer.wandb.name", "mine")
     assert named.trainer.wandb and named.trainer.wandb.name == "mine"
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_an_option_switches_a_recorded_tracker(tracker: str, tmp_path: Path) -> None:
+    write_config(parse(f"--{tracker}"), tmp_path / "on.toml")
+    config = parse("@", str(tmp_path / "on.toml"), f"--no-{tracker}")
+    processes = (config, config.trainer, config.orchestrator)
+    assert [getattr(process, tracker) for process in processes] == [None, None, None]
+    assert sum(f"{tracker} = off (CLI) replaces" in note for note in config.notes) == 2
+    write_config(config, tmp_path / "off.toml")
+    for options in ((f"--{tracker}",), (f"--{tracker}.enabled", "true")):
+        config = parse("@", str(tmp_path / "off.toml"), *options)
+        assert all(getattr(process, tracker) for process in (config, config.trainer, config.orchestrator))
+
+
+def test_an_option_leaves_a_tracker_of_one_process_alone(tmp_path: Path) -> None:
+    text = "[wandb]\nproject = 'p'\n[trainer]\nwandb = 'None'"
+    config = parse("@", write(tmp_path / "rl.toml", text), "--wandb.project", "q")
+    assert config.trainer.wandb is None and config.orchestrator.wandb and config.orchestrator.wandb.project == "q"
+
+
+@pytest.mark.parametrize("first", [(), ("--wandb.name", "first")])
+def test_a_name_as_an_option_replaces_recorded_names(first: tuple[str, ...], tmp_path: Path) -> None:
+    write_config(parse("--wandb", *first), tmp_path / "rl.toml")
+    config = parse("@", str(tmp_path / "rl.toml"), "--wandb.name", "second")
+    assert config.trainer.wandb and config.trainer.wandb.name == "second-trainer"
+    assert config.orchestrator.wandb and config.orchestrator.wandb.name == "second-orchestrator"
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,17 @@ def test_a_recorded_run_skips_nothing_again(tmp_path: Path) -> None:
     assert trainer.ckpt is not None and trainer.ckpt.skip_optimizer, "this start skips it"
 
 
+def test_a_recorded_run_has_the_group_of_its_directory(tmp_path: Path) -> None:
+    config = parse("--output-dir", str(tmp_path), "--wandb", "--orchestrator.wandb", "None")
+    path = output_dir.write_configs(config)["rl"]
+    assert parse("@", str(path)) == config
+    later = parse("@", str(path), "--output-dir", "other")
+    assert later.wandb and later.trainer.wandb and later.wandb.group == later.trainer.wandb.group == "other"
+    path = output_dir.write_configs(parse("--output-dir", str(tmp_path), "--wandb.group", "g"))["rl"]
+    later = parse("@", str(path), "--output-dir", "other")
+    assert later.wandb and later.wandb.group == "g"
+
+
 @pytest.mark.parametrize("first", ["--ckpt.interval=2", "--no-ckpt", "--ckpt.resume-step=-1"])
 def test_a_recorded_run_is_resumed(first: str, tmp_path: Path) -> None:
     path = output_dir.write_configs(parse("--output-dir", str(tmp_path), first))["rl"]
