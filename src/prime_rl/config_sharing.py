@@ -82,14 +82,20 @@ def share_keys(tables: ConfigTables, defaults: BaseModel) -> None:
 
 
 def _resume_from_latest(tables: ConfigTables) -> None:
-    """Set the checkpoint to resume from, unless one is named; `ValueError` if checkpoints are switched off as well."""
+    """Resume from the latest checkpoint, unless one is named; `ValueError` if checkpoints are switched off as well.
+
+    `--resume` replaces one that is named in a file.
+    """
     sections = ("ckpt", "trainer.ckpt", "orchestrator.ckpt")
     for section in filter(tables.is_off, sections):
-        if tables.source(section) == tables.source("resume"):
+        if tables.is_option(section) or tables.source(section) == tables.source("resume"):
             raise ValueError(f"{tables.show(section)} but resume needs checkpoints: leave one of them out")
         tables.set(section, {}, "resume")
-    if any(tables.has(f"{section}.resume_step") for section in sections):
+    named = [key for key in (f"{section}.resume_step" for section in sections) if tables.has(key)]
+    if not all(tables.replaces("resume", key) for key in named):
         return
+    if named and tables.get(named[0]) != -1:
+        tables.note(f"{tables.show('resume')} replaces {tables.show(named[0])}")
     for section in ("ckpt", *filter(tables.is_section, sections[1:])):
         tables.set(f"{section}.resume_step", -1, "resume")
 

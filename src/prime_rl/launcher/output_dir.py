@@ -115,7 +115,10 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
 def build_record(config: RLConfig) -> RLConfig:
     """The config of later starts: options of this one are off, and what follows from output_dir may follow another."""
     later: dict[str, Any] = {name: False for name in SINGLE_USE if getattr(config, name)}
-    later |= {f"trainer.{key}": value for key, value in config.trainer.find_single_use().items()}
+    single_use = config.trainer.find_single_use()
+    later |= {f"trainer.{key}": value for key, value in single_use.items()}
+    if "ckpt.resume_step" in single_use:
+        later |= {f"{name}ckpt.resume_step": -1 for name in ("", "orchestrator.")}
     if config.provenance.get("wandb.group", "").startswith("follows from"):
         sections = {"": config.wandb, "trainer.": config.trainer.wandb, "orchestrator.": config.orchestrator.wandb}
         later |= {f"{name}wandb.group": None for name, wandb in sections.items() if wandb is not None}

@@ -14,6 +14,7 @@ from prime_rl.configuration.sections import (
     TrainerWeightBroadcastConfig,
     TransportConfig,
 )
+from prime_rl.configuration.tables import ConfigTables
 from prime_rl.deployment.config import Deployment, LocalDeployment
 from prime_rl.runtime.run_dir import CKPT_PARTS
 from prime_rl.trainer.model_config import (
@@ -194,23 +195,32 @@ class TrainerConfig(TrackersConfig):
         return cls.full_lr * LORA_LR_FACTOR if lora else cls.full_lr
 
     def find_single_use(self) -> dict[str, Any]:
-        """Keys of one start with their values for later ones: `ckpt.skip_*`, and the checkpoint of the stage before."""
+        """Keys of one start with their values for later ones: `ckpt.skip_*`, and the checkpoint that is named.
+
+        Later starts resume from the latest one; not those of a new stage, which has none before its own first.
+        """
         if self.ckpt is None:
             return {}
         values: dict[str, Any] = {f"ckpt.{name}": False for name in SKIPS if getattr(self.ckpt, name)}
-        return {**values, "ckpt.resume_step": None} if self.ckpt.skip_progress else values
+        if self.ckpt.resume_step not in (None, -1) or self.ckpt.skip_progress:
+            values["ckpt.resume_step"] = None if self.ckpt.skip_progress else -1
+        return values
 
     @model_validator(mode="before")
     @classmethod
     def _resolve_resume(cls, values: Any, info: ValidationInfo) -> Any:
-        """Set the checkpoint to resume from, unless one is named."""
+        """Resume from the latest checkpoint, unless one is named; `--resume` replaces one that is named in a file."""
         if not isinstance(values, dict) or str(values.get("resume")).lower() != "true":
             return values
-        ckpt = values.get("ckpt")
-        if ckpt is not None and (not isinstance(ckpt, dict) or ckpt.get("resume_step") is not None):
+        tables, key = ConfigTables(values, info), "ckpt.resume_step"
+        if tables.has("ckpt") and not tables.is_section("ckpt"):
             return values
-        note_source(info, "ckpt.resume_step", "resume")
-        return {**values, "ckpt": {**(ckpt or {}), "resume_step": -1}}
+        if tables.has(key) and (tables.get("ckpt.skip_progress") or not tables.replaces("resume", key)):
+            return values  # a new stage begins with the checkpoint that is named
+        if tables.get(key, -1) != -1:
+            tables.note(f"{tables.show('resume')} replaces {tables.show(key)}")
+        note_source(info, key, "resume")
+        return {**values, "ckpt": {**tables.section("ckpt"), "resume_step": -1}}
 
     @field_validator("optim")
     @classmethod

@@ -146,7 +146,7 @@ def test_a_recorded_run_has_the_group_of_its_directory(tmp_path: Path) -> None:
     assert later.wandb and later.wandb.group == "g"
 
 
-@pytest.mark.parametrize("first", ["--ckpt.interval=2", "--no-ckpt", "--ckpt.resume-step=-1"])
+@pytest.mark.parametrize("first", ["--ckpt.interval=2", "--no-ckpt", "--ckpt.resume-step=-1", "--ckpt.resume-step=4"])
 def test_a_recorded_run_is_resumed(first: str, tmp_path: Path) -> None:
     path = output_dir.write_configs(parse("--output-dir", str(tmp_path), first))["rl"]
     config = parse("@", str(path), "--resume")
@@ -154,7 +154,30 @@ def test_a_recorded_run_is_resumed(first: str, tmp_path: Path) -> None:
     assert [c.resume_step for c in (config.ckpt, config.orchestrator.ckpt, config.trainer.ckpt)] == [-1, -1, -1]
 
 
-def test_resume_without_checkpoints_is_an_error() -> None:
+def test_a_recorded_run_continues_after_the_step_it_named(tmp_path: Path) -> None:
+    recorded = parse(
+        "@", str(output_dir.write_configs(parse("--output-dir", str(tmp_path), "--ckpt.resume-step=4"))["rl"])
+    )
+    assert recorded.ckpt is not None and recorded.orchestrator.ckpt is not None and recorded.trainer.ckpt is not None
+    assert (
+        recorded.ckpt.resume_step == recorded.orchestrator.ckpt.resume_step == recorded.trainer.ckpt.resume_step == -1
+    )
+
+
+def test_resume_replaces_a_step_that_a_file_names(tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text("[ckpt]\nresume_step = 20")
+    config = parse("@", str(tmp_path / "rl.toml"), "--resume")
+    assert config.ckpt is not None and config.trainer.ckpt is not None
+    assert config.ckpt.resume_step == config.trainer.ckpt.resume_step == -1
+    assert any(note.startswith("note: resume = True (CLI) replaces ckpt.resume_step = 20") for note in config.notes)
+    named = parse("@", str(tmp_path / "rl.toml"), "--resume", "--ckpt.resume-step", "4")
+    assert named.ckpt is not None and named.ckpt.resume_step == 4
+
+
+def test_resume_without_checkpoints_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text("resume = true")
+    with pytest.raises(ValueError, match=r"ckpt = off \(CLI\) but resume needs checkpoints"):
+        parse("@", str(tmp_path / "rl.toml"), "--no-ckpt")
     with pytest.raises(ValueError, match=r"ckpt = off \(CLI\) but resume needs checkpoints"):
         parse("--no-ckpt", "--resume")
 

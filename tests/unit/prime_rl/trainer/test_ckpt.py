@@ -343,6 +343,21 @@ def test_the_record_of_a_stage_resumes_that_stage(tmp_path: Path) -> None:
         assert later.ckpt == CkptConfig(resume_step=-1)
 
 
+def test_resume_replaces_a_step_that_a_file_names(tmp_path: Path) -> None:
+    text = "output_dir = 'x'\n[ckpt]\nresume_step = 20\n"
+    (tmp_path / "sft.toml").write_text(text)
+    argv = ["@", str(tmp_path / "sft.toml"), "--resume"]
+    config, _ = parse_argv(SFTConfig, argv, "sft")
+    assert config.ckpt == CkptConfig(resume_step=-1)
+    assert any(note.startswith("note: resume = True (CLI) replaces ckpt.resume_step = 20") for note in config.notes)
+    assert parse_argv(SFTConfig, [*argv, "--ckpt.resume-step", "4"], "sft")[0].ckpt == CkptConfig(resume_step=4)
+    (tmp_path / "sft.toml").write_text(text + "skip_progress = true")
+    stage = parse_argv(SFTConfig, argv, "sft")[0].ckpt
+    assert stage is not None and stage.resume_step == 20
+    record = build_record(parse_argv(SFTConfig, ["--ckpt.resume-step", "4"], "sft")[0])
+    assert record is not None and record.ckpt == CkptConfig(resume_step=-1)
+
+
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
