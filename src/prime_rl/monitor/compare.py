@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from prime_rl.monitor.local_runs import LocalRun
-from prime_rl.monitor.page_data import config_rows
+from prime_rl.configuration.render import render_value
+from prime_rl.monitor.local_runs import LocalRun, parse_toml
 from prime_rl.monitor.series import read_series
 from prime_rl.transport.weights import read_manifest
 from rollouts.training.steps import complete_steps, step_path
@@ -21,8 +21,8 @@ MEASURED = (
 """Metrics that depend on timing and scheduling."""
 
 SHOWN = 8
-PLACES = ("output_dir", "base_url", "port", "name")
-"""Settings that differ between any two runs."""
+PLACES = ("output_dir", "base_url", "port", "wandb.name", "wandb.group", "trackio.name", "deployment.name")
+"""Ends of the keys of settings that differ between any two runs."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,20 @@ def _distance_text(a: Any, b: Any, step: int, name: str) -> str:
 
 def is_place(key: str) -> bool:
     """Whether a setting names where a run is, which differs between any two runs."""
-    return key.rpartition(".")[2] in PLACES
+    return any(f".{key}".endswith(f".{place}") for place in PLACES)
 
 
 def flat_config(text: str) -> dict[str, str]:
-    """Dotted key -> value of a resolved configuration."""
-    return {".".join(filter(None, (section, key))): value for section, key, value, _ in config_rows(text)}
+    """Dotted key -> value of a resolved configuration, as TOML; entries of lists of tables are numbered."""
+    return dict(_flatten("", parse_toml(text)))
+
+
+def _flatten(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    below = value
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        below = dict(enumerate(value))
+    if isinstance(below, dict) and (below or not key):
+        for name, item in below.items():
+            yield from _flatten(f"{key}.{name}".lstrip("."), item)
+    else:
+        yield key, render_value(value)

@@ -12,7 +12,7 @@ from page_runs import (
     write_page_run,
 )
 
-from prime_rl.monitor.compare import compare_runs, differences_text
+from prime_rl.monitor.compare import compare_runs, differences_text, flat_config, is_place
 from prime_rl.monitor.local_runs import open_run
 from prime_rl.monitor.replay import compare, has_step, plan_replay, verdict_text
 from prime_rl.runtime.run_dir import RunDir
@@ -59,6 +59,15 @@ def test_diff_names_the_first_token_metric_and_tensor(tmp_path: Path) -> None:
     append_jsonl(b.metrics_path, [{"step": 2, "process": "trainer", "optim/lr": 9.0}])  # earlier, and later by name
     [metric] = [d for d in compare_runs(a, b) if d.what == "metric"]
     assert metric.step == 2 and "trainer optim/lr" in metric.text
+
+
+def test_models_and_all_environments_are_compared() -> None:
+    text = 'output_dir = "{0}"\n[model]\nname = "{0}"\n[wandb]\nname = "{0}"\n'
+    text += '[[env]]\nargs = {{n = "{0}"}}\n[[env]]\nid = "x"\n'
+    ours, theirs = (flat_config(text.format(name)) for name in "ab")
+    assert ours["env.1.id"] == theirs["env.1.id"] == '"x"'
+    changed = {key for key, value in ours.items() if theirs[key] != value and not is_place(key)}
+    assert changed == {"model.name", "env.0.args.n"}
 
 
 def test_replay_reports_missing_files(tmp_path: Path) -> None:
