@@ -54,6 +54,9 @@ class Task:
     is_work: bool = False
     """The run ends when all tasks with `is_work` have ended."""
 
+    is_optional: bool = False
+    """The run continues without the task when its restarts are used up, or its place is lost."""
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -21,8 +21,8 @@ def build_files(layout: Layout, config: RayDeployment, files: Path, logs: Path, 
     """The plan, as JSON."""
     claim = {"CPU": config.num_cpus} | ({"GPU": float(config.gpus_per_node)} if config.gpus_per_node else {})
     tasks = [
-        RayTask(task.name, str(files / f"{task.name}.sh"), list(task.places), task.max_restarts, task.is_work)
-        for task in layout.tasks
+        RayTask(t.name, str(files / f"{t.name}.sh"), list(t.places), t.max_restarts, t.is_work, t.is_optional)
+        for t in layout.tasks
     ]
     env = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
     address = "auto" if config.address.startswith("http") else config.address

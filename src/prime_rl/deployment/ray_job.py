@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class RayTask(msgspec.Struct, frozen=True):
     places: list[int]
     max_restarts: int = 0
     is_work: bool = False
+    is_optional: bool = False
 
 
 class RayPlan(msgspec.Struct, frozen=True):
@@ -128,7 +130,7 @@ def run(plan: RayPlan) -> int:
         for place, bundle in enumerate(plan.bundles)
     ]
     try:
-        return supervise(plan, hosts, ray.get)
+        return supervise(plan, hosts, ray.get, ray.exceptions.RayActorError)
     finally:
         try:
             ray.get([host.stop.remote() for host in hosts], timeout=2 * GRACE_S)
@@ -137,8 +139,11 @@ def run(plan: RayPlan) -> int:
         remove_placement_group(group)
 
 
-def supervise(plan: RayPlan, hosts: list[Any], get: Any) -> int:
-    """Start all tasks; return 0 when all work succeeded, 1 when a task exceeded its restarts."""
+def supervise(plan: RayPlan, hosts: list[Any], get: Any, lost: type[Exception]) -> int:
+    """Start all tasks; return 0 when all work succeeded, 1 when a task that is not optional exceeded its restarts.
+
+    `get` raises `lost` for a host whose node is lost, and with it all of its tasks.
+    """
     addresses = get([host.address.remote() for host in hosts])
     shared = {f"HOST_{place}": address for place, address in enumerate(addresses)}
     shared |= {KEY_VARIABLE: secrets.token_hex(16), **plan.env}
@@ -157,7 +162,11 @@ def supervise(plan: RayPlan, hosts: list[Any], get: Any) -> int:
     work = {(task.name, place) for task in plan.tasks if task.is_work for place in task.places}
     while not work <= done:
         time.sleep(POLL_S)
-        for place, ended in enumerate(get([host.poll.remote() for host in hosts])):
+        for place, reply in enumerate([host.poll.remote() for host in hosts]):
+            try:
+                ended = get(reply)
+            except lost:
+                ended = {task.name: None for task in plan.tasks if place in task.places}
             for name, code in ended.items():
                 if (name, place) in done:
                     continue
@@ -167,10 +176,15 @@ def supervise(plan: RayPlan, hosts: list[Any], get: Any) -> int:
                     continue
                 num_failures[name] += 1
                 rank = task.places.index(place)
-                _log(f"{name} exited with code {code}: see {plan.logs}/{name}-{rank}.log")
-                if num_failures[name] > task.max_restarts:
+                end = "is on a lost node" if code is None else f"exited with code {code}"
+                _log(f"{name} {end}: see {plan.logs}/{name}-{rank}.log")
+                if code is not None and num_failures[name] <= task.max_restarts:
+                    with suppress(lost):  # the next poll reports it
+                        start(task, rank)
+                elif task.is_optional:
+                    done.add((name, place))
+                else:
                     return 1
-                start(task, rank)
     _log("Run finished")
     return 0
 

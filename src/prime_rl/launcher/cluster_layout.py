@@ -182,6 +182,7 @@ def build_tasks(config: RLConfig, group: Servers) -> list[Task]:
             group.find_gpus(i),
             max_restarts=config.max_restarts,
             port=group.first_port + i,
+            is_optional=group.name == "inference" and config.orchestrator.min_servers is not None,
         )
         for i in range(group.number)
     ]

@@ -263,6 +263,22 @@ def test_a_batch_script_names_each_task_and_its_machines() -> None:
     assert text.count("work+=($!)") == 2
 
 
+@pytest.mark.parametrize(("min_servers", "code"), [("1", 0), ("None", 1)])
+def test_a_batch_job_continues_without_optional_servers(min_servers: str, code: int, tmp_path: Path) -> None:
+    _, files = make("slurm", *WIDE, "--max-restarts", "1", "--orchestrator.min-servers", min_servers)
+    text = files[slurm.JOB_FILE]
+    assert ("#SBATCH --no-kill" in text) == (code == 0)
+    # The last server has no start left when the trainer ends.
+    fail = f'case "${{@: -1}}" in *inference_*) echo >> {tmp_path}/failed; exit 3;; esac'
+    wait = f"until [ $(wc -l < {tmp_path}/failed) -ge {2 * text.count('run inference_')} ]; do sleep 0.02; done"
+    tools = {"srun": f"{fail}\n{wait}", "scontrol": "printf 'a\\nb\\nc\\nd\\n'"}
+    for name, body in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x"}
+    assert subprocess.run(["bash", "-c", text], env=variables, capture_output=True).returncode == code
+
+
 def test_a_template_of_ones_own_takes_the_place_of_ours(tmp_path: Path) -> None:
     own = tmp_path / "mine.sbatch"
     own.write_text("{% for task in tasks %}{{ task.name }} {% endfor %}{{ job_name }}")
@@ -437,11 +453,12 @@ def supervise_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **scripts: s
     tasks = []
     for name, text in scripts.items():
         (tmp_path / f"{name}.sh").write_text(text)
-        tasks.append(RayTask(name, str(tmp_path / f"{name}.sh"), [0], 1, name.startswith("work")))
+        is_work, is_optional = name.startswith("work"), name.startswith("optional")
+        tasks.append(RayTask(name, str(tmp_path / f"{name}.sh"), [0], 1, is_work, is_optional))
     plan = RayPlan("auto", 1, [{"CPU": 1}], str(tmp_path), str(tmp_path), {"GIVEN": "1"}, tasks)
     host = Host()
     try:
-        return supervise(plan, [Direct(host)], lambda value: value)
+        return supervise(plan, [Direct(host)], lambda value: value, ConnectionError)
     finally:
         host.stop()
         assert all(child.poll() is not None for child in host.running.values())
@@ -456,3 +473,36 @@ def test_ray_job_ends_with_its_work_and_restarts_servers(tmp_path: Path, monkeyp
 
 def test_ray_job_stops_after_too_many_task_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert supervise_here(tmp_path, monkeypatch, server="exit 3", work="exec sleep 60") == 1
+
+
+def test_ray_job_continues_without_optional_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = "until [ $(wc -l < starts) -ge 2 ]; do sleep .02; done; sleep .1"
+    assert supervise_here(tmp_path, monkeypatch, optional="echo >> starts; exit 3", work=work) == 0
+
+
+@pytest.mark.parametrize(("is_optional", "code"), [(True, 0), (False, 1)])
+def test_a_lost_node_of_optional_servers_is_left_out(
+    is_optional: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.deployment.ray_job.POLL_S", 0.0)
+
+    class Ended(Host):
+        def start(self, *_: Any) -> None: ...
+
+        def poll(self) -> dict[str, int]:
+            return {"work": 0} if polls else {}
+
+    class Lost(Ended):
+        def poll(self) -> Any:
+            polls.append(1)
+            return None
+
+    def get(value: Any) -> Any:
+        if value is None and polls:
+            raise ConnectionError
+        return value
+
+    polls: list[int] = []
+    tasks = [RayTask("work", "w", [0], 1, True), RayTask("server", "s", [1], 1, False, is_optional)]
+    plan = RayPlan("auto", 1, [{"CPU": 1}] * 2, str(tmp_path), str(tmp_path), {}, tasks)
+    assert supervise(plan, [Direct(Ended()), Direct(Lost())], get, ConnectionError) == code
