@@ -52,6 +52,9 @@ WATCHED = (_RUN.metrics.name, _RUN.samples.name, _RUN.trainer_logprobs.name, "ST
 SETTLE_MS = 150
 """Debounce interval of file changes."""
 
+POLL_S = 1.0
+"""Seconds between comparisons of file sizes where the system cannot notify of changes."""
+
 ALIVE_S = 4.0
 """Seconds between signs of life. The page reports a lost connection when it misses three of them."""
 
@@ -152,6 +155,7 @@ class LiveRun:
 
     def _follow(self) -> None:
         from watchfiles import watch
+        from watchfiles._rust_notify import WatchfilesRustInternalError
 
         while not self.run.path.is_dir():  # the page waits for a run that has not started
             if self._stop.wait(0.5):
@@ -167,8 +171,13 @@ class LiveRun:
             yield_on_timeout=True,
             ignore_permission_denied=True,
         )
-        for changes in watched:
-            state = self._follow_once(state, is_changed=bool(changes))
+        try:
+            for changes in watched:
+                state = self._follow_once(state, is_changed=bool(changes))
+        except (OSError, WatchfilesRustInternalError) as error:  # out of inotify watches or instances
+            logger.warning(f"{self.run.name}: no notifications of changes ({error}), comparing file sizes instead")
+        while not self._stop.wait(POLL_S):
+            state = self._follow_once(state, is_changed=False)
 
     def _follow_once(self, before: tuple[object, ...], *, is_changed: bool) -> tuple[object, ...]:
         """Index what is new; returns the state of the files. After an error it is tried again at the next timeout."""

@@ -64,14 +64,15 @@ def _until_change(condition: Callable[[], T | None], root: Path, seconds: float,
 
     The condition is evaluated once more after the watch is set up, which closes the gap between check and watch.
     """
-    from watchfiles._rust_notify import RustNotify
+    from watchfiles._rust_notify import RustNotify, WatchfilesRustInternalError
 
     watched = root
     while not watched.is_dir():  # until root exists, watch its nearest parent
         watched = watched.parent
     try:
         notify = RustNotify([str(watched)], False, False, 300, watched == root, True)
-    except OSError:  # out of inotify watches, or the directory vanished: rely on the re-check
+    except (OSError, WatchfilesRustInternalError):
+        # Out of inotify watches or instances, or the directory vanished: rely on the re-check.
         stop.wait(min(seconds, BLIND_RECHECK_S))
         return None
     with notify:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_runs import index_of, write_context_search, write_evaluation, write_page_run
@@ -19,6 +20,7 @@ from prime_rl.monitor.rollout_index import Query
 from prime_rl.monitor.serve import LiveRun, _events, build_app, read_query
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.run_state import StateRecorder, _start_ticks
+from rollouts.training.metrics import append_jsonl
 
 
 def test_live_page_notices_that_a_run_was_killed(tmp_path: Path) -> None:
@@ -157,6 +159,25 @@ def test_the_page_goes_on_after_a_failed_reading(tmp_path: Path, monkeypatch: py
         live.close()
     [text] = warned
     assert text.endswith("run cannot be read, and its page is not up to date: KeyError: 'a row'")
+
+
+def test_the_page_goes_on_without_notifications(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **options: Any) -> Any:
+        raise OSError("OS file watch limit reached")
+        yield
+
+    monkeypatch.setattr("watchfiles.watch", fail)
+    monkeypatch.setattr("prime_rl.monitor.serve.POLL_S", 0.01)
+    run_dir = write_page_run(tmp_path / "run", num_steps=2)
+    live = LiveRun(open_run(run_dir))
+    live.start()
+    try:
+        wait_until(lambda: len(live.index) == 24)
+        changes = live.changes
+        append_jsonl(run_dir / "metrics.jsonl", [{"step": 3, "process": "trainer", "loss/mean": 1.0}])
+        wait_until(lambda: live.changes > changes)
+    finally:
+        live.close()
 
 
 def test_updates_have_the_contexts_of_a_search(tmp_path: Path) -> None:

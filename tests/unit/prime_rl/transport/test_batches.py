@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from watchfiles._rust_notify import WatchfilesRustInternalError
 
 from prime_rl.transport import batches
 from prime_rl.transport.batches import (
@@ -115,11 +116,14 @@ def test_step_in_the_wrong_directory_is_named(tmp_path: Path) -> None:
         FilesystemBatchReceiver(tmp_path).receive(2, timeout_s=5)
 
 
-def test_without_notifications_the_recheck_finds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError, WatchfilesRustInternalError])
+def test_without_notifications_the_recheck_finds_the_file(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Network mounts and containers send no notifications, and watches may be exhausted."""
 
     def deaf(*_: object) -> None:
-        raise OSError("no watch is left")
+        raise error("no watch is left")
 
     monkeypatch.setattr("watchfiles._rust_notify.RustNotify", deaf)
     looks = 0
