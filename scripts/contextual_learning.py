@@ -28,7 +28,9 @@ from prime_rl.evolve.evolve import SOLVED
 from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.machine import find_free_port
 from prime_rl.runtime.process import ChildFailed
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from rollouts.training.metrics import load_last_attempts
+from rollouts.training.steps import complete_steps
 
 STEPS_FILE = "loop.json"
 
@@ -89,7 +91,7 @@ class Loop:
         options = ["--orchestrator.teacher_model.context-file", str(context)]
         options += ["--inference.server.port", str(find_free_port())]
         if (folder / "rl").exists():
-            options.append("--resume" if any((folder / "rl" / "checkpoints").glob("step_*")) else "--clean")
+            options.append("--resume" if complete_steps(RunDir(folder / "rl").checkpoints, CKPT_PARTS) else "--clean")
         if self.do(f"round {number}: distillation", "rl", folder / "rl", model, options):
             rows = list(load_last_attempts(folder / "rl" / "metrics.jsonl"))
             last = {key: value for row in rows for key, value in row.items() if key.startswith(("distill/", "eval/"))}
@@ -194,19 +196,21 @@ def format_score(summaries: Mapping[str, Mapping[str, float]]) -> str:
 def main() -> int:
     """Run the loop; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=lambda text: Path(text).resolve())
     parser.add_argument("--model.name", dest="model", required=True)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=lambda text: Path(text).resolve())
     arguments = parser.parse_args()
-    os.chdir(ROOT)
+    model = str(Path(arguments.model).resolve()) if Path(arguments.model).exists() else arguments.model
+    os.chdir(ROOT)  # the paths in the files are relative to the repository
     output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "contextual_learning")
     output_dir.mkdir(parents=True, exist_ok=True)
-    has_adapter = "lora" in tomllib.loads((arguments.folder / "rl.toml").read_text())["trainer"].get("model", {})
+    trainer = tomllib.loads((arguments.folder / "rl.toml").read_text()).get("trainer", {})
+    has_adapter = "lora" in trainer.get("model", {})
     num_stages = (3 + has_adapter) * arguments.rounds + 1
     stages = Stages(Console(highlight=False), output_dir, num_stages, offline=arguments.model not in KNOWN_MODELS)
-    loop = Loop(arguments.folder, output_dir, arguments.model, arguments.rounds, arguments.seed, stages)
+    loop = Loop(arguments.folder, output_dir, model, arguments.rounds, arguments.seed, stages)
     code = stages.attempt(loop.run)
     if code == 0:
         stages.console.print(Markdown((output_dir / "report.md").read_text()))

@@ -109,6 +109,17 @@ def test_interrupted_loop_repeats_no_finished_stage(tmp_path: Path, fail_at: int
     assert (tmp_path / "a/report.md").read_text() == (tmp_path / "b/report.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("parts", "option"), [(["orchestrator"], "--clean"), (["orchestrator", "trainer"], "--resume")]
+)
+def test_a_killed_distillation_resumes_if_it_can(parts: list[str], option: str, tmp_path: Path) -> None:
+    for part in parts:
+        write(tmp_path / "round_1/rl/checkpoints/step_20" / part / "STABLE", "")
+    stages = FakeStages([0.0, 1.0])
+    run(tmp_path, stages)
+    assert stages.commands[2][1] == "rl" and stages.commands[2][2][-1] == option
+
+
 def test_loop_ends_when_everything_is_solved(tmp_path: Path) -> None:
     stages = FakeStages([0.0, 1.0])
     run(tmp_path, stages, rounds=5)
