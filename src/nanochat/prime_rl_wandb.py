@@ -260,7 +260,7 @@ def setup_prime_rl_wandb(
     if run_name == "dummy" or mode == "disabled":
         return OfflineWandbRun(directory, run_name or directory.name, config)
     key = read_variable("WANDB_API_KEY")
-    if mode == "online" and not key and not _is_logged_in():
+    if mode == "online" and not key and not is_logged_in():
         return _run_here(directory, run_name, config, "no WANDB_API_KEY and no `wandb login`", OFFLINE)
     try:
         import wandb
@@ -327,7 +327,7 @@ def _default_dir(run_name: str | None) -> Path:
     return get_base_dir() / "prime_rl_runs" / (run_name or "prime_rl_default")
 
 
-def _is_logged_in() -> bool:
+def is_logged_in() -> bool:
     """Whether the user's netrc file has a key for the server, as written by `wandb login`."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:

@@ -86,8 +86,9 @@ def runs_text(runs: list[Any]) -> list[tuple[str, str, str, str]]:
 
 def has_key() -> bool:
     """Whether an API key is in the environment or in the file of `wandb login`."""
-    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    return bool(os.environ.get("WANDB_API_KEY")) or netrc.exists()
+    from nanochat.prime_rl_wandb import is_logged_in
+
+    return bool(os.environ.get("WANDB_API_KEY")) or is_logged_in()
 
 
 class _explained:

@@ -14,7 +14,7 @@ import pytest
 from fake_wandb import KEY, FakeRun, FakeWandb, serve_wandb
 from page_runs import write_distillation_run
 
-from prime_rl.monitor import local_runs, wandb_monitor
+from prime_rl.monitor import local_runs, wandb_monitor, wandb_runs
 from prime_rl.monitor.plots import save_plots
 from prime_rl.monitor.run_status import find_status
 from prime_rl.monitor.series import join_processes, read_series, smooth
@@ -219,14 +219,18 @@ def test_list_shows_local_runs_the_newest_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    (tmp_path / "netrc").write_text("machine github.com login me password other\n")
     for age, name in enumerate(("new", "deep/middle", "old")):
         write_run(tmp_path / name, 3)
         os.utime(tmp_path / name / "metrics.jsonl", (time.time() - age * 1000,) * 2)
     code, out, _ = call(capsys, "--list", "--runs-dir", tmp_path, "--num-runs", 2)
     names = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     assert code == 0 and [Path(name).name for name in names] == ["new", "middle"]
-    assert "WANDB_API_KEY" in out
+    assert "WANDB_API_KEY" in out and not wandb_runs.has_key(), "the key of another server is none"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert wandb_runs.has_key()
     assert all(line.count("step") == 1 for line in out.splitlines() if line.startswith("  ")), out
     old = local_runs.open_run(tmp_path / "old")
     (old.path / "configs" / "trainer.toml").unlink()
