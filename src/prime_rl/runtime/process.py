@@ -283,10 +283,7 @@ class Supervisor:
     def _follow(self, last: bool = False) -> None:
         """Print new output of the children."""
         for child in self.children.values() if self.console is not None else ():
-            with child.log_path.open("rb") as log:
-                log.seek(child.offset)
-                data = log.read()
-            child.offset += len(data)
+            data, child.offset = _read_log(child.log_path, child.offset)
             *lines, child.partial = (child.partial + data).split(b"\n")
             if last and child.partial:
                 lines, child.partial = [*lines, child.partial], b""
@@ -296,9 +293,23 @@ class Supervisor:
 
 def tail(path: Path, num_lines: int = TAIL_LINES, start: int = 0) -> list[str]:
     """The last lines of `path` after byte `start`."""
-    with path.open("rb") as log:
-        log.seek(max(start, path.stat().st_size - 64 * 1024))
-        return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()][-num_lines:]
+    data, _ = _read_log(path, start, 64 * 1024)
+    return [line for line in data.decode(errors="replace").splitlines() if line.strip()][-num_lines:]
+
+
+def _read_log(path: Path, start: int, limit: int | None = None) -> tuple[bytes, int]:
+    """At most the last `limit` bytes of a log after byte `start`, and where they end.
+
+    A log that is shorter was truncated and is read whole; one that was removed is empty: the run goes on.
+    """
+    try:
+        with path.open("rb") as log:
+            size = os.fstat(log.fileno()).st_size
+            start = start if start <= size else 0
+            log.seek(start if limit is None else max(start, size - limit))
+            return log.read(), log.tell()
+    except FileNotFoundError:
+        return b"", start
 
 
 def _describe_exit(child: Child) -> str:

@@ -256,6 +256,20 @@ def test_a_closed_console_does_not_end_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "work.log").read_text() == "hello\n"
 
 
+def test_a_removed_or_truncated_log_does_not_end_the_run(tmp_path: Path) -> None:
+    console = io.StringIO()
+    with Supervisor(tmp_path, console=console, handle_signals=False) as supervisor:
+        child = supervisor.start("work", ["sleep", "60"])
+        child.log_path.write_text("a long first line\n")
+        supervisor.check()
+        child.log_path.write_text("second\n")
+        supervisor.check()
+        child.log_path.unlink()
+        supervisor.check()
+        assert tail(child.log_path) == []
+    assert console.getvalue().split("\n")[:2] == ["work         | a long first line", "work         | second"]
+
+
 def test_wait_timeout_names_the_condition(tmp_path: Path) -> None:
     with Supervisor(tmp_path, handle_signals=False) as supervisor:
         supervisor.start("server", python(SLEEPER))
