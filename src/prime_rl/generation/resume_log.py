@@ -99,7 +99,7 @@ class ResumeLog:
 
     The file name contains a digest of the settings that the rollouts depend on, every line a digest of its row.
     A warning names logs of other settings in the same folder, which are kept. Raises `ValueError` while another process
-    writes the file.
+    writes the file, on a file system with locks.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool = True) -> None:
@@ -114,11 +114,13 @@ class ResumeLog:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(self._fd)
             raise ValueError(
                 f"{folder} is being written by the same command: wait for it, or change output_dir"
             ) from None
+        except OSError:  # a file system without locks
+            pass
         if not resume:
             os.truncate(self._fd, 0)
         self._read()

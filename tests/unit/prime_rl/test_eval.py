@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import random
@@ -324,6 +325,16 @@ def test_retryable_failures_are_retried(tmp_path: Path) -> None:
         again = Counting()
         run_echo(config, again)
         assert len(again.requested) == expected
+
+
+def test_a_file_system_without_locks_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prime_rl.generation.resume_log import ResumeLog
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("prime_rl.generation.resume_log.fcntl.flock", refuse)
+    ResumeLog(tmp_path, {"seed": 0}).close()
 
 
 def test_resume_log_is_exclusive(tmp_path: Path) -> None:
