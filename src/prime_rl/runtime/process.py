@@ -191,8 +191,9 @@ class Supervisor:
         shown = self.format_line(source, line)
         if self.console is None or shown is None:
             return
+        encoding = getattr(self.console, "encoding", None) or "utf-8"
         try:
-            self.console.write(shown + "\n")
+            self.console.write(shown.encode(encoding, errors="replace").decode(encoding) + "\n")
             self.console.flush()
         except (OSError, ValueError):  # the reader exited (`rl ... | head`); the logs are complete
             self.console = None

@@ -256,6 +256,14 @@ def test_a_closed_console_does_not_end_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "work.log").read_text() == "hello\n"
 
 
+def test_a_console_that_lacks_a_character_goes_on(tmp_path: Path) -> None:
+    console = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    supervisor = Supervisor(tmp_path, console=console)
+    for line in ("caf\u00e9 \u2713", "next"):
+        supervisor.print(line)
+    assert console.buffer.getvalue().decode("latin-1") == "rl           | caf\u00e9 ?\nrl           | next\n"  # type: ignore[attr-defined]
+
+
 def test_a_removed_or_truncated_log_does_not_end_the_run(tmp_path: Path) -> None:
     console = io.StringIO()
     with Supervisor(tmp_path, console=console, handle_signals=False) as supervisor:
