@@ -68,7 +68,7 @@ def check_inputs(config: RLConfig) -> None:
     """
     from prime_rl.config_teacher import check_contexts, check_tokenizer
     from prime_rl.runtime.tokenizer import check_weights, has_chat_template, resolve_model_dir
-    from prime_rl.telemetry.trackers import check_trackers
+    from prime_rl.telemetry.trackers import check_prometheus, check_trackers
     from prime_rl.utils.logger import find_level
     from prime_rl.utils.vf import check_environments, check_text_prompts
 
@@ -76,7 +76,9 @@ def check_inputs(config: RLConfig) -> None:
     for log in (config.trainer.log, config.orchestrator.log, *(server.log for server in servers)):
         find_level(log.level)
     check_trackers(config.trainer)
+    check_prometheus(config.trainer, "trainer", "trainer.")
     check_trackers(config.orchestrator)
+    check_prometheus(config.orchestrator, "orchestrator", "orchestrator.")
     advantage = config.orchestrator.advantage
     config.trainer.loss.import_custom()
     if advantage is not None:

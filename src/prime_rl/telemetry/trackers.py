@@ -120,6 +120,18 @@ def check_trackers(config: TrackersConfig) -> None:
             raise _missing(section, package)
 
 
+def check_prometheus(config: TrackersConfig, process: str, section: str = "") -> int | None:
+    """The port of the Prometheus endpoint, None without one; raises `ValueError` with its key if it is in use."""
+    from prime_rl.runtime.machine import check_port_free
+    from prime_rl.telemetry.prometheus import HOST
+
+    if config.prometheus is None or not config.prometheus.enabled:
+        return None
+    port = config.prometheus.port or PORTS.get(process, 9400)
+    check_port_free(HOST, port, f"{section}prometheus.port")
+    return port
+
+
 def is_wandb_disabled() -> bool:
     """Whether WANDB_MODE disables Weights & Biases."""
     return os.environ.get("WANDB_MODE") == "disabled"
@@ -128,8 +140,10 @@ def is_wandb_disabled() -> bool:
 def build_trackers(output_dir: Path, process: str, config: TrackersConfig) -> list[Tracker]:
     """Build the enabled trackers (WANDB_MODE=disabled disables Weights & Biases); raises `ValueError` with a fix."""
     trackers: list[Tracker] = []
-    if config.prometheus is not None and config.prometheus.enabled:
-        trackers.append(_open_prometheus(process, config.prometheus.port or PORTS.get(process, 9400)))
+    if (port := check_prometheus(config, process)) is not None:
+        from prime_rl.telemetry.prometheus import PrometheusTracker
+
+        trackers.append(PrometheusTracker(process, port))
     if config.wandb is not None and config.wandb.enabled and not is_wandb_disabled():
         trackers.append(_open_wandb(output_dir, process, config.wandb))
     if config.tensorboard is not None and config.tensorboard.enabled:
@@ -137,14 +151,6 @@ def build_trackers(output_dir: Path, process: str, config: TrackersConfig) -> li
     if config.trackio is not None and config.trackio.enabled:
         trackers.append(_open_trackio(process, config.trackio))
     return trackers
-
-
-def _open_prometheus(process: str, port: int) -> Tracker:
-    from prime_rl.runtime.machine import check_port_free
-    from prime_rl.telemetry.prometheus import HOST, PrometheusTracker
-
-    check_port_free(HOST, port, "prometheus.port")
-    return PrometheusTracker(process, port)
 
 
 def _open_wandb(output_dir: Path, process: str, config: WandbConfig) -> Tracker:

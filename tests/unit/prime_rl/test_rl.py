@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -74,6 +75,14 @@ def test_mistakes_are_found_before_anything_loads(
     custom = ["--trainer.loss.type", "custom"] if "--trainer.loss.import_path" in argv else []
     with pytest.raises(ValueError, match=words):
         rl.check_inputs(parse(*custom, *argv))
+
+
+@pytest.mark.parametrize("process", ["trainer", "orchestrator"])
+def test_a_taken_port_of_prometheus_is_named_by_its_key(process: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        key = f"--{process}.prometheus.port"
+        with pytest.raises(ValueError, match=f"choose another one, e.g. {key}"):
+            rl.check_inputs(parse(key, str(server.getsockname()[1])))
 
 
 @pytest.mark.parametrize(
