@@ -18,6 +18,8 @@ KeyPath = tuple[str, ...]
 FREE_TEXT = "free text"
 FreeText = Annotated[str, FREE_TEXT]
 """An entry of a list whose spaces and line breaks matter."""
+KEEPS_CASE = "keeps case"
+"""Marks a table whose keys are taken as written from PRIME_ variables, too."""
 WORDS: dict[Any, str] = {int: "int", float: "float", str: "str", bool: "bool", Path: "path", Any: "any"}
 
 
@@ -54,6 +56,11 @@ class FieldSchema:
     def is_free_text(self) -> bool:
         """Whether spaces around a text belong to it."""
         return FREE_TEXT in getattr(self.annotation, "__metadata__", ())
+
+    @property
+    def keeps_case(self) -> bool:
+        """Whether keys in upper case stay so."""
+        return KEEPS_CASE in getattr(self.annotation, "__metadata__", ())
 
     def describe(self) -> str:
         """The kind of value in one word, as shown by --help."""

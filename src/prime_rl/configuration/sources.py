@@ -62,8 +62,9 @@ def _read_name(builder: ConfigBuilder, name: str) -> KeyPath:
     path: KeyPath = ()
     for part in name[len(PREFIX) :].split("__"):
         located = builder.find(path)
-        is_free = located is not None and located[1].kind in ("dict", "any")
-        path = (*path, part if is_free and not part.isupper() else part.lower())
+        table = located[1] if located is not None and located[1].kind in ("dict", "any") else None
+        is_as_written = table is not None and (table.keeps_case or not part.isupper())
+        path = (*path, part if is_as_written else part.lower())
     return path
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from prime_rl.configuration.schema import KEEPS_CASE
 from prime_rl.utils.pydantic_config import BaseConfig
 
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
@@ -41,7 +42,7 @@ class NodesConfig(BaseConfig):
     master_port: int = Field(default=29500, ge=1, le=65535)
     """Rendezvous port on the first trainer node."""
 
-    env: dict[Variable, str] = {}
+    env: Annotated[dict[Variable, str], KEEPS_CASE] = {}
     """Environment variables of every process, such as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
 
 

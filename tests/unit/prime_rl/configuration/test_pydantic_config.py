@@ -18,6 +18,7 @@ from prime_rl.configuration.command import run_command
 from prime_rl.configuration.render import render_toml
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.configuration.sources import find_lines
+from prime_rl.deployment.config import SlurmDeployment
 from prime_rl.utils.pydantic_config import (
     BaseConfig,
     ConfigError,
@@ -232,6 +233,12 @@ def test_variables_reach_sections_lists_and_none() -> None:
 def test_variables_keep_mixed_case_in_free_form_tables() -> None:
     config = parse(PRIME_EXTRA__maxLen="1", PRIME_EXTRA__DEEP__dataDir="a", PRIME_EXTRA__LAST="2", PRIME_Name="n")
     assert config.extra == {"maxLen": 1, "deep": {"dataDir": "a"}, "last": 2} and config.name == "n"
+
+
+def test_variables_of_a_deployment_keep_their_case() -> None:
+    environ = {"PRIME_ENV__NCCL_SOCKET_IFNAME": "eth0", "PRIME_OPTIONS__ACCOUNT": "a"}
+    config = parse_argv(SlurmDeployment, [], "x", environ)[0]
+    assert config.env == {"NCCL_SOCKET_IFNAME": "eth0"} and config.options == {"account": "a"}
 
 
 # Spellings on the command line
