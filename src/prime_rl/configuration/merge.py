@@ -202,9 +202,11 @@ class ConfigBuilder:
             raise wrong_value(path, given, source, "must be a number, not nan", None, schema)
         try:
             read = TypeAdapter(schema.annotation).validate_python(value)
-            return Path(os.path.expanduser(read)) if isinstance(read, Path) else read
         except ValidationError as error:
             raise wrong_value(path, given, source, *explain(error.errors()[0], schema), schema) from None
+        if isinstance(read, Path) and value == "":  # such as an unset variable of a shell
+            raise wrong_value(path, given, source, "is an empty path", "write . for the working directory", schema)
+        return Path(os.path.expanduser(read)) if isinstance(read, Path) else read
 
     def _open(self, path: KeyPath, source: str) -> tuple[Any, Any]:
         """The table or list that contains `path`, created if missing, and the key in it."""
@@ -224,6 +226,10 @@ class ConfigBuilder:
     def _key(node: Any, part: str, path: KeyPath, source: str) -> Any:
         if not isinstance(node, list):
             return part
+        if not part.isdecimal():
+            raise fail(
+                f"{name_key(path, source)}: {part!r} is no index of a list", f"the next free index is {len(node)}"
+            )
         if int(part) > len(node):
             raise fail(f"{name_key(path, source)}: the list ends before", f"the next free index is {len(node)}")
         return int(part)

@@ -35,6 +35,7 @@ FILES = {
     "trainer.toml": "max_steps = 5\n",
     "orchestrator.toml": "\nmax_steps = 6\n",
     "binary.toml": "",
+    "list.toml": "[[env]]\nargs = {xs = [1, 2]}\n",
 }
 
 
@@ -127,6 +128,9 @@ CASES = [
     ("trainer --no-ckpt=1", ["--no-ckpt", "takes no value"]),
     ("inference --model.trust_remote_code maybe", ["'maybe'", "true or false"]),
     ("orchestrator --env.2.id x", ["--env.2", "next free index is 1"]),
+    ("orchestrator @ list.toml --env.0.args.xs.foo 1", ["xs.foo", "'foo' is no index", "next free index is 2"]),
+    ("orchestrator @ list.toml --env.0.args.xs.-1 1", ["--env.0.args.xs.-1", "'-1' is no index"]),
+    ("trainer --output-dir=", ["--output_dir ''", "is an empty path"]),
     # values that contradict each other
     ("orchestrator --batch-size 6 --rollouts-per-example 4", ["batch_size = 6", "rollouts_per_example = 4"]),
     ("trainer --scheduler.type cosine", ["scheduler.type cosine", "set max_steps"]),
