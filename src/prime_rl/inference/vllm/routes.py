@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 from loguru import logger
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prime_rl.inference.access import Access, build_hosts, check_access
@@ -36,6 +36,8 @@ Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/chat/completions/tokens")
 MODEL_PATH = "/v1/models/"
+MODEL_APIS = ("/v1/", "/v2/", "/inference/", "/cohere/", "/invocations", "/generative_scoring")
+"""Routes of vLLM with these prefixes compute with the model; those that this module does not check are refused."""
 UNKNOWN_MODEL_LEN = 2**17
 
 
@@ -62,7 +64,7 @@ class PrimeRoutes:
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "websocket":
-            await self._serve_socket(scope, receive, send)
+            await send({"type": "websocket.close", "code": 1008})  # before the handshake: HTTP 403
         elif scope["type"] == "http":
             if self._limited is None:
                 limits = self.config.server
@@ -75,15 +77,6 @@ class PrimeRoutes:
     def _max_model_len(self, scope: Scope) -> int:
         engine = getattr(scope["app"].state.engine_client, "model_config", None)
         return int(getattr(engine, "max_model_len", None) or self.config.model.max_model_len or UNKNOWN_MODEL_LEN)
-
-    async def _serve_socket(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Serve vLLM's WebSocket routes with API access control."""
-        try:
-            check_access(self._key, HTTPConnection(scope), "api", self._hosts)
-        except ApiError:
-            await send({"type": "websocket.close", "code": 1008})  # before the handshake: HTTP 403
-            return
-        await self.app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
@@ -104,6 +97,8 @@ class PrimeRoutes:
                 await self._rewrite(listed, receive, send, partial(_find_card, self, path.removeprefix(MODEL_PATH)))
             elif path in REWRITTEN:
                 await self._rewrite(scope, receive, send, partial(REWRITTEN[path], self))
+            elif path.startswith(MODEL_APIS):  # such as /v1/responses
+                raise ApiError(f"{scope['method']} {path} is not served here: use {GENERATION_PATHS[0]}", status=404)
             else:
                 await self.app(scope, receive, send)
         except Exception as error:

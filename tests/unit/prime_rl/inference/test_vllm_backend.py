@@ -825,7 +825,23 @@ def test_web_pages_reach_no_route_of_vllm(routes: tuple[Starlette, FakeClient, P
     assert talk(app, use) == [403] * 9 + [415] and client.calls == []
     asyncio.run(connect(host="localhost", origin="http://evil.example"))
     asyncio.run(connect(host="evil.example"))
-    assert requested == ["websocket.close"] * 2
+    asyncio.run(connect(host="localhost"))
+    assert requested == ["websocket.close"] * 3, "no WebSocket route is served"
+
+
+def test_generation_routes_without_checks_are_refused(routes: tuple[Starlette, FakeClient, Path]) -> None:
+    """They would serve initial weights to clients of a restarted server, beyond the queue limit."""
+    app, _, _ = routes
+    paths = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/inference/v1/abort_requests")
+    paths = (*paths, "/invocations", "/cohere/v2/chat")
+    for path in (*paths, "/reset_prefix_cache", "/detokenize"):
+        app.add_route(path, lambda request: JSONResponse({}), methods=["POST"])
+
+    async def use(http: httpx.AsyncClient) -> list[int]:
+        served = [(await http.post(path, json={})).status_code for path in ("/reset_prefix_cache", "/detokenize")]
+        return [(await http.post(path, json={})).status_code for path in paths] + served
+
+    assert talk(app, use) == [404] * len(paths) + [200] * 2
 
 
 def test_full_vllm_queue_returns_429(routes: tuple[Starlette, FakeClient, Path]) -> None:
