@@ -16,6 +16,8 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 MAX_CONTEXT = 32
 """Tokens that are decoded again with the next one; a model may sample tokens without a text forever."""
+MAX_PARTS = 8
+"""Tokens of one character, at least: those before them end no character that later tokens may complete."""
 
 
 def build_decode(tokenizer: Any) -> Decode:
@@ -91,6 +93,17 @@ class Detokenizer:
                 self._context = self._context + self._fresh
             self._fresh = []
             self._shown = len(self.decode(self._context, self.skip_special))
+        elif len(self._fresh) > MAX_CONTEXT:
+            piece += self._drop_invalid(text)
+        return piece
+
+    def _drop_invalid(self, text: str) -> str:
+        """Return the end of `text` except for what may become a character; a model may sample invalid bytes forever."""
+        self._context, self._fresh = [], self._fresh[-MAX_PARTS:]
+        rest = self.decode(self._fresh, self.skip_special)
+        num_held = min(len(rest) - len(rest.rstrip(UNFINISHED)), len(text) - self._shown)
+        piece = text[self._shown : len(text) - num_held]
+        self._shown = len(rest) - num_held
         return piece
 
 

@@ -977,6 +977,24 @@ def test_characters_of_byte_tokens_are_whole(text: str) -> None:
     assert bytes(byte for token in ids for byte in names[token][1]).decode() == text
 
 
+@given(st.lists(st.sampled_from(TOKENIZER.encode("aé€😀", add_special_tokens=False)), min_size=40, max_size=120))
+@settings(max_examples=30, deadline=None)
+def test_runs_of_invalid_bytes_take_linear_time(ids: list[int]) -> None:
+    """A policy that has collapsed may repeat a part of a character."""
+    longest = 0
+
+    def decode(tokens: list[int], skip: bool) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return DECODE(tokens, skip)
+
+    repeated = ids[:1] * 200 + ids
+    text = "".join(map(Detokenizer(decode).add, repeated))
+    whole = DECODE(repeated, True)
+    assert text.rstrip("�") == whole.rstrip("�") and whole.startswith(text)
+    assert longest <= 2 * MAX_CONTEXT + 2
+
+
 def test_a_stop_string_may_span_tokens_and_characters() -> None:
     ids = TOKENIZER.encode("aé\nUser: x", add_special_tokens=False)
     watch = StopStringMatcher(Detokenizer(DECODE), ("User:", "é\nUs"))
