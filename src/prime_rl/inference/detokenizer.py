@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 Decode = Callable[[list[int], bool], str]
@@ -66,14 +66,19 @@ class TokenNames:
 class Detokenizer:
     """Decodes tokens incrementally; a character split across tokens is emitted once it is complete.
 
-    The concatenated pieces equal the text of all tokens (except for incomplete characters at its end).
+    The concatenated pieces equal the text of all tokens (except for incomplete characters at its end), `decode_after`.
     """
 
     decode: Decode
     skip_special: bool = True
-    _context: list[int] = field(default_factory=list)
+    context: InitVar[Sequence[int]] = ()
+    _context: list[int] = field(init=False)
     _fresh: list[int] = field(default_factory=list)
     _shown: int = 0
+
+    def __post_init__(self, context: Sequence[int]) -> None:
+        self._context = list(context)
+        self._shown = len(self.decode(self._context, self.skip_special)) if context else 0
 
     def add(self, token: int) -> str:
         """Return the text completed by `token`."""
@@ -105,6 +110,19 @@ class Detokenizer:
         piece = text[self._shown : len(text) - num_held]
         self._shown = len(rest) - num_held
         return piece
+
+
+def find_context(decode: Decode, prompt: list[int]) -> list[int]:
+    """The last tokens of a prompt that its completion is decoded after; decoders drop the first space of a text."""
+    context = prompt[-MAX_CONTEXT:]
+    text = decode(context, True)
+    return context if text and not text.endswith(UNFINISHED) else []
+
+
+def decode_after(decode: Decode, context: Sequence[int], token_ids: list[int], skip_special: bool) -> str:
+    """What the tokens add to the text of `context`."""
+    before = len(decode(list(context), skip_special)) if context else 0
+    return decode([*context, *token_ids], skip_special)[before:]
 
 
 def accumulate_offsets(decode: Decode, token_ids: Sequence[int], skip_special: bool = False) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -70,13 +70,15 @@ class SamplingParams:
 class GenerationRequest:
     """One prompt and one completion to sample; `stream` returns every token as it is sampled.
 
-    `adapter` names a LoRA adapter loaded by `GenerationEngine.load_adapter`; None selects the base model.
+    `adapter` names a LoRA adapter loaded by `GenerationEngine.load_adapter`; None selects the base model. `context`:
+    the last tokens of a prompt whose text the completion continues (`find_context`); empty if it begins a text.
     """
 
     prompt: list[int]
     params: SamplingParams
     stream: bool = False
     adapter: str | None = None
+    context: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)

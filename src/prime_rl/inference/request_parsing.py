@@ -100,6 +100,7 @@ class ParsedRequest:
     shows_scores: bool = False  # return the log-probs of the prompt in vLLM's format
     adapter: str | None = None
     opened: bool = False  # the prompt ends inside a reasoning block
+    continues: bool = False  # the completion continues the text of the prompt
 
 
 SHARED_FIELDS = frozenset(
@@ -212,6 +213,7 @@ def parse_request(
         seeded=seed is not None,
         echo=echo,
         shows_scores=shows_scores,
+        continues=not chat,
     )
 
 
@@ -273,10 +275,12 @@ def parse_chat(body: Json, max_model_len: int) -> tuple[list[Json], list[Json] |
     return messages, parse_tools(body), read_flag(body, "add_generation_prompt", True), options
 
 
-def build_requests(prompt: list[int], parsed: ParsedRequest, max_new_tokens: int) -> list[GenerationRequest]:
+def build_requests(
+    prompt: list[int], parsed: ParsedRequest, max_new_tokens: int, context: list[int]
+) -> list[GenerationRequest]:
     """Build one engine request per choice, each with its own seed; only the first scores the prompt, if requested.
 
-    `max_new_tokens` is the maximum number of completion tokens of this prompt.
+    `max_new_tokens` is the maximum number of completion tokens of this prompt, `context` as in the engine request.
     """
     max_tokens, min_tokens = (
         min(max_new_tokens, limit) for limit in (parsed.params.max_tokens, parsed.params.min_tokens)
@@ -284,7 +288,7 @@ def build_requests(prompt: list[int], parsed: ParsedRequest, max_new_tokens: int
     params = replace(parsed.params, max_tokens=max_tokens, min_tokens=min_tokens)
     requests = []
     for i in range(parsed.num_choices):
-        requests.append(GenerationRequest(prompt, params, parsed.stream, parsed.adapter))
+        requests.append(GenerationRequest(prompt, params, parsed.stream, parsed.adapter, context))
         params = replace(params, seed=derive_seed(parsed.params.seed, i + 1), prompt_logprobs=None)
     return requests
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.inference.adapters import POLICY
-from prime_rl.inference.detokenizer import UNFINISHED, Decode, Detokenizer, TokenNames
+from prime_rl.inference.detokenizer import UNFINISHED, Decode, Detokenizer, TokenNames, decode_after
 from prime_rl.inference.engine import Output, StreamUpdate, TopLogprobs
 from prime_rl.inference.request_parsing import ApiError, ParsedRequest
 from prime_rl.inference.tool_parser import MessageParser
@@ -119,7 +119,8 @@ class Writer:
             return output.text
         params = output.request.params
         ends = output.finish_reason == "stop" and not params.include_stop
-        return self.decode(output.token_ids[:-1] if ends else output.token_ids, params.skip_special_tokens)
+        tokens = output.token_ids[:-1] if ends else output.token_ids
+        return decode_after(self.decode, output.request.context, tokens, params.skip_special_tokens)
 
     def chat_logprobs(
         self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs], parsed: ParsedRequest
@@ -222,7 +223,7 @@ class ChoiceStream:
         """Build the chunk for `event`."""
         params = event.request.params
         if self._detokenizer is None:
-            self._detokenizer = Detokenizer(self.writer.decode, params.skip_special_tokens)
+            self._detokenizer = Detokenizer(self.writer.decode, params.skip_special_tokens, event.request.context)
         for token in event.token_ids:
             self._text += self._detokenizer.add(token)
         num_buffered = 0 if params.include_stop else max((len(stop) - 1 for stop in params.stop), default=0)

@@ -193,7 +193,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         stop_strings = None
         if params.stop and self._decode_text is not None:
-            detokenizer = Detokenizer(self._decode_text, params.skip_special_tokens)
+            detokenizer = Detokenizer(self._decode_text, params.skip_special_tokens, request.context)
             stop_strings = StopStringMatcher(detokenizer, params.stop, params.include_stop)
         seq = Sequence(
             request=request,

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from prime_rl.inference.access import Access, check_access
 from prime_rl.inference.async_engine import ClientGone, EngineBusy, ReaderTooSlow
-from prime_rl.inference.detokenizer import accumulate_offsets
+from prime_rl.inference.detokenizer import accumulate_offsets, find_context
 from prime_rl.inference.engine import EngineFailed, Event, GenerationRequest, Output
 from prime_rl.inference.grammar import read_grammar
 from prime_rl.inference.intake import RETRY_AFTER_S, read_json
@@ -237,7 +237,8 @@ def build_checked(service: ServerState, prompts: list[list[int]], parsed: Parsed
     for prompt in prompts:
         if requests and not parsed.seeded:
             parsed = replace(parsed, params=replace(parsed.params, seed=service.next_seed()))
-        requests += build_requests(prompt, parsed, service.max_model_len - len(prompt))
+        context = find_context(service.writer.decode, prompt) if parsed.continues else []
+        requests += build_requests(prompt, parsed, service.max_model_len - len(prompt), context)
     check(service, requests)
     return requests
 

@@ -98,7 +98,8 @@ def read_output(request: GenerationRequest, meta: Mapping[str, Any], version: in
     if params.max_tokens == 0:
         kind, stop = "length", None
     if params.stop:
-        matcher = StopStringMatcher(Detokenizer(decode, params.skip_special_tokens), params.stop, params.include_stop)
+        detokenizer = Detokenizer(decode, params.skip_special_tokens, request.context)
+        matcher = StopStringMatcher(detokenizer, params.stop, params.include_stop)
         for i, token in enumerate(token_ids):
             if (matched := matcher.add(token, active=i + 1 >= params.min_tokens)) is not None:
                 kind, stop, text = "stop", matched, matcher.text

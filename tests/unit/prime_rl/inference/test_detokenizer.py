@@ -1,0 +1,71 @@
+"""Texts of completions with the decoders of Llama 2, which drop the first space of a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from prime_rl.inference.detokenizer import Detokenizer, StopStringMatcher, TokenNames, build_decode, find_context
+from prime_rl.inference.engine import GenerationRequest, Output, StreamUpdate
+from prime_rl.inference.request_parsing import ParsedRequest, build_requests, parse_request
+from prime_rl.inference.responses import ChoiceStream, EchoedPrompt, Writer
+
+
+def build_llama2() -> Any:
+    """A tokenizer with spaces at the beginning of words and byte fallback."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "▁The",
+        "▁is",
+        "▁Paris",
+        "is",
+        "▁",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "a",
+    ]
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    core.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
+
+
+TOKENIZER = build_llama2()
+DECODE = build_decode(TOKENIZER)
+PROMPT, PARIS = TOKENIZER.convert_tokens_to_ids(["<s>", "▁The", "▁is"]), TOKENIZER.convert_tokens_to_ids("▁Paris")
+EURO = TOKENIZER.convert_tokens_to_ids(["<0xE2>", "<0x82>", "<0xAC>"])
+
+
+def parse(body: dict[str, Any], *, chat: bool = False) -> ParsedRequest:
+    return parse_request(body, chat=chat, max_new_tokens=99, vocab=999, default_seed=lambda: 0)
+
+
+def build_writer() -> Writer:
+    return Writer("m", DECODE, TokenNames(TOKENIZER))
+
+
+def finish(request: GenerationRequest, ids: list[int]) -> Output:
+    return Output(request, ids, [-1.0] * len(ids), [[(token, -1.0)] for token in ids], [(0, 0)], "length")
+
+
+def test_a_completion_keeps_its_first_space() -> None:
+    parsed, ids = parse({}), [PARIS, *EURO, PARIS]
+    [request] = build_requests(PROMPT, parsed, 99, find_context(DECODE, PROMPT))
+    output = finish(request, ids)
+    (choice,) = build_writer().completion([PROMPT], [output], parsed, [EchoedPrompt("The is", [])])["choices"]
+    assert choice["text"] == "The is Paris€ Paris" == DECODE(PROMPT + ids, True)
+    stream = ChoiceStream(build_writer(), 0, parsed, chat=False)
+    pieces = [stream.progress(StreamUpdate(request, i, [token], [-1.0], [])) for i, token in enumerate(ids)]
+    assert [piece["text"] for piece in [*pieces, stream.end(output)]] == [" Paris", "", "", "€", " Paris", ""]
+    watch = StopStringMatcher(Detokenizer(DECODE, True, request.context), (" Par",))
+    assert watch.add(PARIS, True) == " Par"
+
+
+def test_only_a_prompt_with_text_is_continued() -> None:
+    assert find_context(DECODE, PROMPT[:1]) == []
+    assert find_context(DECODE, [*PROMPT, EURO[0]]) == [], "it ends in a part of a character"
+    assert parse({}).continues and not parse({"messages": []}, chat=True).continues
