@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -41,6 +42,8 @@ class TokenNames:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._decode = build_decode(tokenizer)
+        words = (token for token in range(len(tokenizer)) if self._decode([token], False).isalnum())
+        self._context = list(itertools.islice(words, 1))  # the first token of a text may lose its space
         self._alphabet = byte_alphabet()
         self._cache: dict[int, tuple[str, list[int]]] = {}
 
@@ -48,7 +51,7 @@ class TokenNames:
         """`(text, bytes)` of a token."""
         name = self._cache.get(token)
         if name is None:
-            text = self._decode([token], False)
+            text = decode_after(self._decode, self._context, [token], False)
             name = self._cache[token] = (text, self._bytes(token, text))
         return name
 
@@ -125,9 +128,11 @@ def decode_after(decode: Decode, context: Sequence[int], token_ids: list[int], s
     return decode([*context, *token_ids], skip_special)[before:]
 
 
-def accumulate_offsets(decode: Decode, token_ids: Sequence[int], skip_special: bool = False) -> list[int]:
-    """Where in the text of all tokens each one begins; parts of a character begin where it does."""
-    detokenizer, offsets, position = Detokenizer(decode, skip_special), list[int](), 0
+def accumulate_offsets(
+    decode: Decode, token_ids: Sequence[int], skip_special: bool = False, context: Sequence[int] = ()
+) -> list[int]:
+    """Where in the text of all tokens (after `context`) each one begins; parts of a character begin where it does."""
+    detokenizer, offsets, position = Detokenizer(decode, skip_special, context), list[int](), 0
     for token in token_ids:
         offsets.append(position)
         position += len(detokenizer.add(token))

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.inference.adapters import POLICY
-from prime_rl.inference.detokenizer import UNFINISHED, Decode, Detokenizer, TokenNames, decode_after
+from prime_rl.inference.detokenizer import (
+    UNFINISHED,
+    Decode,
+    Detokenizer,
+    TokenNames,
+    accumulate_offsets,
+    decode_after,
+)
 from prime_rl.inference.engine import Output, StreamUpdate, TopLogprobs
 from prime_rl.inference.request_parsing import ApiError, ParsedRequest
 from prime_rl.inference.tool_parser import MessageParser
@@ -68,7 +75,11 @@ class Writer:
             prompt = prompts[i // parsed.num_choices]
             choice = self._end(i, output, parsed)
             choice["text"] = self.text(output)
-            choice["logprobs"] = self.completion_logprobs(output, parsed) if parsed.logprobs else None
+            choice["logprobs"] = None
+            if parsed.logprobs:
+                choice["logprobs"] = self.completion_logprobs(
+                    output, parsed, self._find_offsets(output, choice["text"])
+                )
             if echoed:
                 scored = outputs[i - i % parsed.num_choices]
                 self._prepend(choice, prompt, echoed[i // parsed.num_choices], scored, parsed)
@@ -105,7 +116,7 @@ class Writer:
             return
         tops = [top[: parsed.params.top_logprobs] for top in scores.top_logprobs]  # prompt_logprobs may have more
         part = StreamUpdate(scored.request, 0, prompt[1:], scores.logprobs, tops)
-        before, after = self.completion_logprobs(part, parsed), choice["logprobs"]
+        before, after = self.completion_logprobs(part, parsed, []), choice["logprobs"]
         choice["logprobs"] = {
             "tokens": [self._name(prompt[0], parsed), *before["tokens"], *after["tokens"]],
             "token_logprobs": [None, *before["token_logprobs"], *after["token_logprobs"]],
@@ -144,10 +155,9 @@ class Writer:
         text, raw = self.names[token]
         return text if UNFINISHED not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def completion_logprobs(self, output: Output | StreamUpdate, parsed: ParsedRequest, offset: int = 0) -> Json:
+    def completion_logprobs(self, output: Output | StreamUpdate, parsed: ParsedRequest, offsets: list[int]) -> Json:
         """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`."""
         tokens = [self._name(token, parsed) for token in output.token_ids]
-        offsets = list(itertools.accumulate(self.lengths(output.token_ids), initial=offset))[:-1]
         tops: list[dict[str, float]] = [{} for _ in tokens]
         for found, top in zip(tops, output.top_logprobs, strict=False):
             for token, logprob in top:  # of tokens with the same text, the most likely one
@@ -162,9 +172,14 @@ class Writer:
             "text_offset": offsets,
         }
 
-    def lengths(self, token_ids: Sequence[int]) -> list[int]:
-        """Characters of the text of each token."""
-        return [len(self.names[token][0]) for token in token_ids]
+    def _find_offsets(self, output: Output, text: str) -> list[int]:
+        """Where in the text of the completion each of its tokens begins."""
+        names = [self.names[token][0] for token in output.token_ids]
+        ends = list(itertools.accumulate(map(len, names), initial=0))
+        if len(text) in ends[-2:] and not any(UNFINISHED in name for name in names):  # with or without the stop token
+            return ends[:-1]
+        request = output.request
+        return accumulate_offsets(self.decode, output.token_ids, request.params.skip_special_tokens, request.context)
 
     def message(self, text: str, parsed: ParsedRequest) -> tuple[Json, bool]:
         """The assistant message, and whether it calls tools."""
@@ -216,16 +231,11 @@ class ChoiceStream:
     _sent: int = 0
     _sent_reasoning: int = 0
     _tokens_sent: int = 0
-    _offset: int = 0
     _detokenizer: Detokenizer | None = None
 
     def progress(self, event: StreamUpdate) -> Json:
         """Build the chunk for `event`."""
-        params = event.request.params
-        if self._detokenizer is None:
-            self._detokenizer = Detokenizer(self.writer.decode, params.skip_special_tokens, event.request.context)
-        for token in event.token_ids:
-            self._text += self._detokenizer.add(token)
+        params, offsets = event.request.params, self._decode(event)
         num_buffered = 0 if params.include_stop else max((len(stop) - 1 for stop in params.stop), default=0)
         safe = self._text[: max(len(self._text) - num_buffered, 0)]
         reasoning, content = "", safe
@@ -234,7 +244,7 @@ class ChoiceStream:
                 safe, has_tools=bool(self.parsed.tools), opened=self.parsed.opened
             )
         self._tokens_sent = event.start + len(event.token_ids)
-        return self._piece(content, reasoning, event)
+        return self._piece(content, reasoning, event, offsets)
 
     def end(self, output: Output) -> Json:
         """Build the last chunk: remaining text, tool calls and finish reason."""
@@ -242,7 +252,8 @@ class ChoiceStream:
         text = self.writer.text(output)
         message, calls = self.writer.message(text, self.parsed) if self.chat else ({"content": text}, False)
         rest = slice_output(output, self._tokens_sent)
-        choice = self._piece(message["content"] or "", message.get("reasoning_content") or "", rest)
+        offsets = [] if self.chat else self._decode(rest)
+        choice = self._piece(message["content"] or "", message.get("reasoning_content") or "", rest, offsets)
         if calls:
             numbered = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
             choice["delta"]["tool_calls"] = numbered
@@ -250,7 +261,18 @@ class ChoiceStream:
         choice["stop_reason"], choice["versions"] = output.stop_reason, output.versions
         return choice
 
-    def _piece(self, content: str, reasoning: str, event: StreamUpdate) -> Json:
+    def _decode(self, event: StreamUpdate) -> list[int]:
+        """Append the text of new tokens, of which some may be held back; returns where in it each one begins."""
+        if self._detokenizer is None:
+            request = event.request
+            self._detokenizer = Detokenizer(self.writer.decode, request.params.skip_special_tokens, request.context)
+        offsets = []
+        for token in event.token_ids:
+            offsets.append(len(self._text))
+            self._text += self._detokenizer.add(token)
+        return offsets
+
+    def _piece(self, content: str, reasoning: str, event: StreamUpdate, offsets: list[int]) -> Json:
         """Build a chunk with the unsent suffixes of `content` and `reasoning`, which only grow."""
         choice: Json = {"index": self.index, "finish_reason": None, "logprobs": None}
         new, new_reasoning = content[self._sent :], reasoning[self._sent_reasoning :]
@@ -264,19 +286,13 @@ class ChoiceStream:
             choice["logprobs"] = (
                 self.writer.chat_logprobs(event.token_ids, event.logprobs, event.top_logprobs, self.parsed)
                 if self.chat
-                else self._completion_logprobs(event)
+                else self.writer.completion_logprobs(event, self.parsed, offsets)
             )
         if self.parsed.token_ids:
             choice["token_ids"] = event.token_ids
             if not self.chat and event.start == 0:
                 choice["prompt_token_ids"] = event.request.prompt
         return choice
-
-    def _completion_logprobs(self, event: StreamUpdate) -> Json:
-        """Offsets are those of the tokens, some of whose text may still be buffered."""
-        logprobs = self.writer.completion_logprobs(event, self.parsed, self._offset)
-        self._offset += sum(self.writer.lengths(event.token_ids))
-        return logprobs
 
 
 def slice_output(output: Output, start: int) -> StreamUpdate:

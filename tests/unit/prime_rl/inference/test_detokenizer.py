@@ -69,3 +69,21 @@ def test_only_a_prompt_with_text_is_continued() -> None:
     assert find_context(DECODE, PROMPT[:1]) == []
     assert find_context(DECODE, [*PROMPT, EURO[0]]) == [], "it ends in a part of a character"
     assert parse({}).continues and not parse({"messages": []}, chat=True).continues
+
+
+def test_tokens_of_a_completion_join_to_its_text() -> None:
+    parsed = parse({"logprobs": 2})
+    ids = [PARIS, *EURO, *TOKENIZER.convert_tokens_to_ids(["▁is", "is", "</s>"])]
+    [request] = build_requests(PROMPT, parsed, 99, find_context(DECODE, PROMPT))
+    output = finish(request, ids)
+    output.top_logprobs[4].append((ids[5], -2.0))
+    (choice,) = build_writer().completion([PROMPT], [output], parsed)["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == " Paris€ isis" and logprobs["text_offset"] == [0, 6, 6, 6, 7, 10, 12]
+    assert logprobs["tokens"][0] == " Paris" and logprobs["top_logprobs"][4] == {" is": -1.0, "is": -2.0}
+    stream = ChoiceStream(build_writer(), 0, parsed, chat=False)
+    pieces = [stream.progress(StreamUpdate(request, i, [ids[i]], [-1.0], [])) for i in range(5)] + [stream.end(output)]
+    assert [at for piece in pieces for at in piece["logprobs"]["text_offset"]] == logprobs["text_offset"]
+    plain = finish(request, [PARIS, ids[4]])
+    (choice,) = build_writer().completion([PROMPT], [plain], parsed)["choices"]
+    assert choice["logprobs"]["text_offset"] == [0, 6]

@@ -159,8 +159,8 @@ def test_alternatives_with_equal_text_keep_the_likeliest() -> None:
     tops = [[(0, -1.0), (1, -2.0)], [(2, -1.0), (3, -1.5), (4, -3.0)]]
     drawn: Any = SimpleNamespace(token_ids=[3, 2], logprobs=[-2.5, -1.0], top_logprobs=tops)
     asked: Any = SimpleNamespace(names_as_ids=False)
-    found = Writer("m", lambda ids, skip: "", names).completion_logprobs(drawn, asked)
-    assert found["tokens"] == ["bytes:\\xe2\\x82", "b"] and found["text_offset"] == [0, 1]
+    found = Writer("m", lambda ids, skip: "", names).completion_logprobs(drawn, asked, [0, 0])
+    assert found["tokens"] == ["bytes:\\xe2\\x82", "b"] and found["text_offset"] == [0, 0]
     assert found["top_logprobs"] == [
         {"a": -1.0, "bytes:\\xe2\\x82": -2.5},
         {"b": -1.0, "bytes:\\xe2\\x82": -1.5, "bytes:\\xf0": -3.0},
