@@ -123,12 +123,16 @@ def parse_llama(text: str) -> tuple[str | None, list[Call]]:
 
 
 def _build_call(parsed: Any, key: str) -> Call:
-    """Build a call in OpenAI's format; `ValueError` if `parsed` is not a call, or has NaN or infinite arguments."""
+    """Build a call in OpenAI's format.
+
+    `ValueError` if `parsed` is not a call, or has NaN, infinity or half of a surrogate pair.
+    """
     if not isinstance(parsed, dict) or not isinstance(parsed.get("name"), str):
         raise ValueError("a tool call must have a name")
     arguments = parsed.get(key) or parsed.get("arguments") or {}
     raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     function = {"name": parsed["name"], "arguments": raw}
+    "".join(function.values()).encode()  # `UnicodeEncodeError` is a `ValueError`
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 

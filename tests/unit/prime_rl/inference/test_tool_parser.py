@@ -44,6 +44,18 @@ def test_arguments_may_contain_the_tags_of_calls(tag: str) -> None:
     assert calls(MessageParser("hermes"), f"{one}\n{one}") == [("f", {"text": f"a {tag} b"})] * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("f", '{"x": "\\ud83d"}'), ("\\ude00", "{}"), ("f", '"\\ud83dx\\ude00"')]
+)
+def test_calls_with_half_a_surrogate_pair_are_text(name: str, arguments: str) -> None:
+    """A response in UTF-8 cannot have them."""
+    for dialect, key in (("hermes", "arguments"), ("llama", "parameters")):
+        call = f'{{"name": "{name}", "{key}": {arguments}}}'
+        text = f"<tool_call>{call}</tool_call>" if dialect == "hermes" else call
+        found = MessageParser(dialect).parse(text, has_tools=True)
+        assert (found.content, found.calls) == (text, [])
+
+
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_calls_with_numbers_that_json_lacks_are_text(number: str) -> None:
     call = f'{{"name": "f", "arguments": {{"x": {number}}}}}'
