@@ -190,6 +190,17 @@ def test_a_template_that_drops_results_is_refused(tmp_path: Path) -> None:
     assert render_chat(tokenizer, chat[:2])
 
 
+def test_an_answer_with_an_empty_list_of_calls_has_none(tmp_path: Path) -> None:
+    """As clients send answers back, and as the template of Llama 3 tests for calls."""
+    template = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+        "{{ raise_exception('one call') }}{% endif %}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = build_tokenizer(tmp_path, template, ROLE_TOKENS, [], {"eos_token": "<|im_end|>"})
+    answer = {"role": "assistant", "content": "ok"}
+    assert render_chat(tokenizer, [answer | {"tool_calls": []}]) == render_chat(tokenizer, [answer])
+
+
 def test_tools_that_only_some_chats_show_are_accepted(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}{{ tools }}{% endif %}{% endfor %}"
     tokenizer = build_tokenizer(tmp_path, template, ROLE_TOKENS, [], {"eos_token": "<|im_end|>"})

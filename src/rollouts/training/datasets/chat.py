@@ -160,6 +160,8 @@ def _clean_message(message: ChatMessage, where: str, template: str) -> dict[str,
             if not isinstance(cleaned["tool_calls"], list | tuple):
                 raise ValueError(f"tool_calls must be a list, got {cleaned['tool_calls']!r}")
             cleaned["tool_calls"] = [_clean_call(call) for call in cleaned["tool_calls"]]
+            if not cleaned["tool_calls"]:  # that of Llama 3 takes any list for calls
+                del cleaned["tool_calls"]
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return cleaned
