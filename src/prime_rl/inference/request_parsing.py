@@ -325,13 +325,24 @@ def check_token_ids(ids: Any, vocab: int, name: str, max_model_len: int | None =
 
 def with_defaults(body: Json, defaults: Json, *, chat: bool) -> Json:
     """Fill missing request fields with the server defaults (`inference.sampling`), except fields of chats alone, or of
-    completions alone, in the other kind of request."""
+    completions alone, in the other kind of request.
+
+    Default numbers of tokens are changed where they would contradict the request.
+    """
     others = COMPLETION_FIELDS - CHAT_FIELDS if chat else CHAT_FIELDS - COMPLETION_FIELDS
     given = {name for name, value in body.items() if value is not None}
     if given & LIMITS:
         given |= LIMITS
     added = {name: value for name, value in defaults.items() if name not in given | others}
-    return {**body, **added} if added else body
+    if not added:
+        return body
+    merged = {**body, **added}
+    min_tokens = merged.get("min_tokens")
+    if type(min_tokens) is int and "min_tokens" not in added:
+        merged |= {name: max(merged[name], min_tokens) for name in LIMITS & added.keys() if type(merged[name]) is int}
+    elif type(min_tokens) is int and (limit := _parse_limit(merged, chat, lowest=0)) is not None:
+        merged["min_tokens"] = min(min_tokens, limit)
+    return merged
 
 
 def _check_fields(body: Json, known: frozenset[str]) -> None:

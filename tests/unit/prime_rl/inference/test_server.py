@@ -26,7 +26,7 @@ from prime_rl.inference.detokenizer import TokenNames, build_decode
 from prime_rl.inference.embedded.loading import build_engine
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams, StreamUpdate
 from prime_rl.inference.openapi import SCORE_REQUEST
-from prime_rl.inference.request_parsing import ApiError, parse_request
+from prime_rl.inference.request_parsing import ApiError, parse_request, with_defaults
 from prime_rl.inference.responses import ChoiceStream, Writer
 from prime_rl.inference.routes.admin import CONTROL_ROUTES
 from prime_rl.inference.routes.generate import TOKEN_ROUTES
@@ -573,3 +573,24 @@ def test_only_configured_sampling_applies_to_requests() -> None:
     given = {"temperature": 0.5, "max_tokens": None, "extra_body": {"min_tokens": 3}}
     config = InferenceConfig.model_validate({"sampling": given})
     assert sampling_defaults(config) == {"temperature": 0.5, "min_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "given", "expected"),
+    [
+        ({"min_tokens": 16}, {"max_tokens": 8}, (8, 8)),
+        ({"min_tokens": 16}, {"max_tokens": 0, "prompt_logprobs": 0}, (0, 0)),
+        ({"min_tokens": 20}, {}, (16, 16)),
+        ({"min_tokens": 4, "max_tokens": 9}, {"min_tokens": 12}, (12, 12)),
+        ({"min_tokens": 4}, {"max_tokens": 9}, (4, 9)),
+    ],
+)
+def test_default_numbers_of_tokens_fit_the_request(
+    defaults: dict[str, int], given: dict[str, int], expected: tuple[int, int]
+) -> None:
+    body = with_defaults(given, defaults, chat=False)
+    params = parse_request(body, chat=False, max_new_tokens=99, vocab=320, default_seed=lambda: 0).params
+    assert (params.min_tokens, params.max_tokens) == expected
+    with pytest.raises(ApiError, match="exceeds max_tokens"):
+        wrong = with_defaults({"max_tokens": 8, "min_tokens": 9}, defaults, chat=False)
+        parse_request(wrong, chat=False, max_new_tokens=99, vocab=320, default_seed=lambda: 0)
