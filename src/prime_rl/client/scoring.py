@@ -103,6 +103,8 @@ class TokenScorer:
             return None
         scores = msgspec.msgpack.decode(data, type=PackedScores)
         logprobs = array("f", scores.logprobs).tolist()
+        if len(logprobs) != len(tokens) - start:
+            raise ValueError(f"{client.base_url} returned {len(logprobs)} log-probs of {len(tokens) - start} tokens")
         top = len(scores.top_logprobs) // (4 * len(logprobs)) if self.top == FULL else self.top
         return ScoredTokens(logprobs, top, scores.top_ids, scores.top_logprobs, scores.tail_mass, scores.num_cached)
 

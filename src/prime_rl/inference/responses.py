@@ -20,6 +20,7 @@ from prime_rl.inference.detokenizer import (
     decode_after,
 )
 from prime_rl.inference.engine import Output, StreamUpdate, TopLogprobs
+from prime_rl.inference.intake import RETRY_AFTER_S
 from prime_rl.inference.request_parsing import ApiError, ParsedRequest
 from prime_rl.inference.tool_parser import MessageParser
 
@@ -318,6 +319,8 @@ def usage(prompts: list[list[int]], outputs: list[Output]) -> Json:
 
 
 def check_output(output: Output) -> None:
-    """Raise HTTP 500 for a completion that failed in the engine."""
+    """Raise HTTP 500 for a completion that failed in the engine, 503 if its prompt may be scored in part only."""
     if output.finish_reason == "error":
         raise ApiError(f"generation failed: {output.stop_reason}", status=500)
+    if output.finish_reason == "abort" and output.request.params.prompt_logprobs is not None and not output.token_ids:
+        raise ApiError("scoring was aborted: try again", status=503, retry_after_s=RETRY_AFTER_S)

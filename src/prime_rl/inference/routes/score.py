@@ -13,6 +13,7 @@ from prime_rl.client.scoring import PackedScores
 from prime_rl.inference.engine import FULL, GenerationRequest, Output, SamplingParams
 from prime_rl.inference.intake import read_json
 from prime_rl.inference.request_parsing import LARGEST, SMALLEST, ApiError, Json, check_token_ids
+from prime_rl.inference.responses import check_output
 from prime_rl.inference.routes.openai import Route, check
 
 if TYPE_CHECKING:
@@ -84,9 +85,10 @@ async def score(service: ServerState, request: Request) -> Response:
 
 def pack_scores(output: Output) -> PackedScores:
     """Pack the scores of a finished request."""
+    check_output(output)
     logprobs = output.prompt_logprobs
-    if logprobs is None or output.finish_reason == "error":
-        raise ApiError(f"scoring failed: {output.stop_reason}", status=500)
+    if logprobs is None:
+        raise ApiError("the engine returned no scores", status=500)
     scores = PackedScores(
         _floats(logprobs.logprobs),
         version=output.versions[-1][1] if output.versions else 0,

@@ -24,7 +24,7 @@ from running_server import DEADLINE_S, RunningServer, wait_until
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.detokenizer import TokenNames, build_decode
 from prime_rl.inference.embedded.loading import build_engine
-from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams, StreamUpdate
+from prime_rl.inference.engine import GenerationRequest, Output, PromptLogprobs, SamplingParams, StreamUpdate
 from prime_rl.inference.openapi import SCORE_REQUEST
 from prime_rl.inference.request_parsing import ApiError, parse_request, with_defaults
 from prime_rl.inference.responses import ChoiceStream, Writer
@@ -32,7 +32,7 @@ from prime_rl.inference.routes.admin import CONTROL_ROUTES
 from prime_rl.inference.routes.generate import TOKEN_ROUTES
 from prime_rl.inference.routes.group import GROUP_ROUTES
 from prime_rl.inference.routes.openai import ROUTES
-from prime_rl.inference.routes.score import SCORE_ROUTES, ScoreRequest
+from prime_rl.inference.routes.score import SCORE_ROUTES, ScoreRequest, pack_scores
 from prime_rl.inference.server import bind
 from prime_rl.inference.service import build_service, sampling_defaults
 from prime_rl.inference.weight_dirs import resolve_allowed
@@ -565,6 +565,22 @@ def test_an_unfinished_tool_call_stays_text() -> None:
     broken = Output(output.request, [], [], [], [(0, 0)], "error", "nan")
     with pytest.raises(ApiError, match="generation failed"):
         build_writer().chat([1], [broken], parsed)
+
+
+def test_aborted_scoring_is_answered_503() -> None:
+    """Scores of the first chunks of a prompt are not those of its last tokens."""
+    request = GenerationRequest([1, 2, 3], SamplingParams(max_tokens=9, prompt_logprobs=0))
+    some, whole = (PromptLogprobs([-1.0] * n, [[]] * n, [0.5] * n) for n in (1, 2))
+    parsed = parse_request({"prompt_logprobs": 0}, chat=False, max_new_tokens=9, vocab=320, default_seed=lambda: 0)
+    for scores in (None, some):
+        aborted = Output(request, [], [], [], [(0, 0)], "abort", prompt_logprobs=scores)
+        for build in (pack_scores, lambda output: build_writer().completion([[1, 2, 3]], [output], parsed)):
+            with pytest.raises(ApiError, match="aborted") as refusal:
+                build(aborted)
+            assert refusal.value.status == 503 and refusal.value.retry_after_s
+    begun = Output(request, [97], [-1.0], [], [(0, 0)], "abort", prompt_logprobs=whole)
+    (choice,) = build_writer().completion([[1, 2, 3]], [begun], parsed)["choices"]
+    assert choice["text"] == "a" and len(choice["prompt_logprobs"]) == 3
 
 
 def test_only_configured_sampling_applies_to_requests() -> None:

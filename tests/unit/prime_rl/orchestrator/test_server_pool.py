@@ -91,9 +91,11 @@ def test_a_teacher_on_the_students_servers_leaves_lost_ones() -> None:
             pool.cancel_server_work(1)
         for _ in range(3):
             assert (await scorer.score([1, 2], 1)).logprobs == [-1.0]
+        with pytest.raises(ValueError, match="returned 1 log-probs of 2 tokens"):
+            await scorer.score([1, 2, 3], 1)
 
     anyio.run(main)
-    assert scorer.reachable == [servers[0]] and (len(servers[0].loads), len(servers[1].loads)) == (4, 1)
+    assert scorer.reachable == [servers[0]] and (len(servers[0].loads), len(servers[1].loads)) == (5, 1)
 
 
 class Servers:
