@@ -175,8 +175,9 @@ def sample(
 def adjust_logits(logits: Float[Tensor, " vocab"], row: Sequence) -> None:
     """Apply logit bias, repetition penalty (1909.05858), OpenAI's presence and frequency penalties and the grammar."""
     params = row.params
-    for token, bias in params.logit_bias:
-        logits[token] += bias
+    if params.logit_bias:
+        ids, values = (column.to(logits.device) for column in row.bias)
+        logits.index_put_((ids,), values, accumulate=True)
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(row.tokens)), device=logits.device)
         values = logits[seen]

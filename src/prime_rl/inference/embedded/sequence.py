@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from prime_rl.inference.detokenizer import StopStringMatcher
 from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
@@ -49,6 +54,12 @@ class Sequence:
     def params(self) -> SamplingParams:
         """The request's sampling settings."""
         return self.request.params
+
+    @cached_property
+    def bias(self) -> tuple[Int[Tensor, " biased"], Float[Tensor, " biased"]]:
+        """Token ids and values of the request's logit bias, which may name the whole vocabulary."""
+        ids, values = zip(*self.params.logit_bias, strict=True)
+        return torch.tensor(ids), torch.tensor(values, dtype=torch.float32)
 
     @property
     def num_generated(self) -> int:

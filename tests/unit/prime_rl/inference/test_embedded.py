@@ -10,6 +10,7 @@ import queue
 import random
 import threading
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from prime_rl.inference.embedded.attention import decode_metadata, find_runs
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK, zeros
 from prime_rl.inference.embedded.prefix_cache import FIRST_SHARE, CachedPrefix, PrefixIndex
-from prime_rl.inference.embedded.sampler import build_sampling_batch, filter_logprobs, sample
+from prime_rl.inference.embedded.sampler import adjust_logits, build_sampling_batch, filter_logprobs, sample
 from prime_rl.inference.embedded.scheduler import TOKENS_BESIDE_DECODING, ScheduledBatch
+from prime_rl.inference.embedded.sequence import Sequence
 from prime_rl.inference.engine import (
     FULL,
     AdapterSpec,
@@ -848,6 +850,7 @@ class Row:
     num_prompt: int = 1
     stop_ids: frozenset[int] = frozenset()
     grammar: None = None
+    bias = cached_property(Sequence.bias.func)  # type: ignore[attr-defined]
 
 
 def draw(logits: Tensor, params: SamplingParams, tokens: list[int] | None = None, **row: Any) -> tuple[int, float]:
@@ -923,6 +926,17 @@ def test_a_filtered_row_does_not_touch_its_neighbours() -> None:
     alone = sample(logits, build_sampling_batch([plain] * 3, torch.device("cpu")), positions)
     assert mixed.tokens[[0, 2]].tolist() == alone.tokens[[0, 2]].tolist()
     assert torch.equal(mixed.logprobs[[0, 2]], alone.logprobs[[0, 2]])
+
+
+def test_biases_of_the_whole_vocabulary_are_added() -> None:
+    """By one operation, with the bits of one addition for each."""
+    biased = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    expected = biased.clone()
+    pairs = (*((token, 0.1 * token - 3.3) for token in range(64)), (0, 0.7))
+    adjust_logits(biased, Row(SamplingParams(max_tokens=1, logit_bias=pairs), [0]))  # type: ignore[arg-type]
+    for token, value in pairs:
+        expected[token] += value
+    assert torch.equal(biased, expected)
 
 
 def test_penalty_bias_and_minimum_length_change_the_distribution() -> None:
