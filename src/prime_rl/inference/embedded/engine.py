@@ -249,8 +249,8 @@ class EmbeddedEngine(InProcessEngineMixin):
         self._aborted += self._abort_all([seq for seq in self._sequences.values() if seq.request.adapter == name])
 
     def adapters(self) -> dict[str, AdapterSpec]:
-        """Loaded adapters by name."""
-        return {name: served.spec for name, served in self._adapters.served.items()}
+        """Loaded adapters by name; in any thread, while others are loaded."""
+        return {name: served.spec for name, served in list(self._adapters.served.items())}
 
     @torch.inference_mode()
     def abort(self) -> list[Event]:

@@ -928,6 +928,20 @@ def test_a_filtered_row_does_not_touch_its_neighbours() -> None:
     assert torch.equal(mixed.logprobs[[0, 2]], alone.logprobs[[0, 2]])
 
 
+def test_adapters_are_listed_while_another_is_loaded() -> None:
+    engine: Any = EmbeddedEngine(build_model(0))
+    served = engine._adapters.served = {}
+
+    class Loading:
+        @property
+        def spec(self) -> str:
+            served["b"] = self
+            return "loaded"
+
+    served["a"] = Loading()
+    assert engine.adapters() == {"a": "loaded"}
+
+
 def test_biases_of_the_whole_vocabulary_are_added() -> None:
     """By one operation, with the bits of one addition for each."""
     biased = torch.randn(64, generator=torch.Generator().manual_seed(0))
