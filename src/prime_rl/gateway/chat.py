@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,8 @@ from rollouts.training.types import Message
 
 THOUGHTS = ("reasoning", "thinking", "redacted_thinking")
 CONTEXT_LENGTH = "context_length_exceeded"
+EXACT_INTEGERS = 2**53
+"""JavaScript writes floats that are integers, here up to this number, as integers: 2.0 as 2."""
 
 
 class RequestError(ValueError):
@@ -75,10 +77,10 @@ def read_text(content: Any) -> str:
     return "".join(_read_part(part) for part in content)
 
 
-def parse_arguments(text: str) -> dict[str, Any]:
+def parse_arguments(text: str, decode: Callable[[str], Any] = msgspec.json.decode) -> dict[str, Any]:
     """Arguments of a tool call as an object; other text, or too deep JSON, becomes the value of `arguments`."""
     try:
-        value = msgspec.json.decode(text or "{}")
+        value = decode(text or "{}")
     except (ValueError, RecursionError):
         value = text
     return value if isinstance(value, dict) else {"arguments": value}
@@ -96,12 +98,20 @@ def digest_texts(messages: Sequence[Message]) -> int:
 
 
 def encode_loose(message: Message) -> bytes:
-    """Bytes that are equal for messages that differ in surrounding white space or in the spacing of their JSON."""
+    """Bytes that are equal for messages that differ in surrounding white space, or in how their JSON is written."""
     calls = [
-        [call["id"], call["function"]["name"], parse_arguments(call["function"]["arguments"])]
+        [call["id"], call["function"]["name"], parse_arguments(call["function"]["arguments"], DECODE_LOOSE)]
         for call in message.get("tool_calls", [])
     ]
     return encode_exact([message["content"].strip(), calls])
+
+
+def _read_float(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < EXACT_INTEGERS else number
+
+
+DECODE_LOOSE = msgspec.json.Decoder(float_hook=_read_float).decode
 
 
 def _read_part(part: Any) -> str:

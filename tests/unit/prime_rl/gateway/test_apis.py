@@ -12,7 +12,7 @@ import openai
 import pytest
 from recorded_client import CALL, RecordedClient
 
-from prime_rl.gateway.chat import ChatRequest, RequestError
+from prime_rl.gateway.chat import ChatRequest, RequestError, encode_loose
 from prime_rl.gateway.server import Gateway
 from prime_rl.gateway.session import Session
 from rollouts.training.environments.answers import AnswerMessage, Choice, FunctionCall, ToolCall
@@ -158,6 +158,15 @@ def test_anthropic_messages_keep_the_text_of_sampled_calls() -> None:
     assert (system["content"], tool) == ("Add.", {"role": "tool", "tool_call_id": "call_1", "content": "3"})
     assert assistant["tool_calls"] == [CALL.model_dump()], "with its own spaces, not those of the agent's JSON"
     assert session.num_unmatched == 0
+
+
+def test_numbers_as_javascript_writes_them_are_no_edit() -> None:
+    def write(arguments: str) -> bytes:
+        call = {"id": "call_1", "function": {"name": "f", "arguments": arguments}}
+        return encode_loose({"role": "assistant", "content": "", "tool_calls": [call]})
+
+    assert write('{"x": 2.0, "y": [{"z": -0.0}], "w": 1E2}') == write('{"x":2,"y":[{"z":0}],"w":100}')
+    assert write('{"x": 1e300}') == write('{"x":1e+300}') != write('{"x": 1.5}') != write('{"x": 1}')
 
 
 def test_deeply_nested_arguments_are_text() -> None:
