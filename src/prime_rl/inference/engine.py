@@ -158,7 +158,7 @@ class EngineStats:
     cached_tokens: int = 0
     """Tokens whose keys and values are cached now."""
     kept_tokens: int = 0
-    """Cached tokens of finished requests."""
+    """Those of finished requests; on a GPU all positions of their pages."""
     cache_size: int = 0
     """Cache capacity in tokens."""
     drafted_tokens: int = 0

@@ -41,6 +41,8 @@ class KVCache:
         self.max_slots, self.max_tokens = max_slots, max_tokens
         self.generation = 0
         """Incremented whenever memory is reallocated."""
+        self.has_whole_pages = device.type != "cpu"
+        """Whether a page takes memory for all of its positions, not only for those in use (`zeros`)."""
         self.blocks: list[Tensor] = []
         self._addresses: Tensor | None = None
         self._rows: list[list[tuple[Tensor, Tensor]]] = []  # views: of every block and layer, keys and values as rows

@@ -191,7 +191,8 @@ class PagedBlocks(BlockManager):
         pages = seq.pages[: num_blocks(seq.num_cached)]
         for j, page in enumerate(pages):
             self._pool.hold(j, page)
-        return CachedPrefix(seq.tokens, seq.num_cached, seq.cache_namespace, pages=pages)
+        size = BLOCK * len(pages) if self.cache.has_whole_pages else seq.num_cached
+        return CachedPrefix(seq.tokens, seq.num_cached, seq.cache_namespace, pages=pages, size=size)
 
     def _drop(self, prefix: CachedPrefix) -> None:
         for j, page in enumerate(prefix.pages):

@@ -33,6 +33,11 @@ class CachedPrefix:
     cache_namespace: Hashable
     kv: Tensor | None = None
     pages: list[int] = field(default_factory=list)
+    size: int = 0
+    """The positions that it takes in memory; 0: `num_cached`."""
+
+    def __post_init__(self) -> None:
+        self.size = self.size or self.num_cached
 
 
 PrefixOwner = CachedPrefix | Sequence
@@ -47,6 +52,7 @@ class PrefixIndex:
         self.on_removal: Callable[[CachedPrefix], None] = lambda prefix: None
         """Called for every entry that is evicted or invalidated."""
         self.num_kept_tokens = 0
+        """The sum of their sizes."""
         self._limit = max_prefix_cache_tokens // FIRST_SHARE
         self._evicted: dict[Hashable, None] = {}  # last keys of evicted entries, while the cache may grow
         self._owners: dict[Hashable, dict[PrefixOwner, None]] = {}
@@ -93,11 +99,11 @@ class PrefixIndex:
     def insert(self, prefix: CachedPrefix) -> None:
         """Insert the entries of a finished sequence, evicting the oldest if the cache is full."""
         self._cached[prefix] = None
-        self.num_kept_tokens += prefix.num_cached
+        self.num_kept_tokens += prefix.size
         self.register(prefix, prefix.num_cached, prefix.cache_namespace)
-        while self.num_kept_tokens > max(self._limit, prefix.num_cached):
+        while self.num_kept_tokens > max(self._limit, prefix.size):
             oldest, _ = self._cached.popitem(last=False)
-            self.num_kept_tokens -= oldest.num_cached
+            self.num_kept_tokens -= oldest.size
             if self._limit < self.max_prefix_cache_tokens:
                 self._evicted[self._keys[oldest][-1]] = None
                 if len(self._evicted) > MOST_EVICTED:

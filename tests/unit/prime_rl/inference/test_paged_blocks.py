@@ -15,6 +15,7 @@ from prime_rl.inference.embedded import scheduler
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK, FIRST_PAGES
 from prime_rl.inference.embedded.paged_blocks import PADDING, PagedBlocks, PagePool
+from prime_rl.inference.embedded.prefix_cache import FIRST_SHARE
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.models.causal_lm import tensor_names
@@ -267,6 +268,18 @@ def test_any_order_of_events_keeps_the_pages_consistent(seed: int, exact: bool) 
     check_pages(engine, blocks)
     stats = engine.stats()
     assert num_done > 30 and stats.shared_prompt_tokens > 1000 and stats.preempted > 0
+
+
+@needs_kernels
+def test_kept_pages_count_whole_where_they_take_memory() -> None:
+    """As on a GPU: short conversations would take many times the memory that is set."""
+    engine, blocks = build_engine(max_prefix_cache_tokens=FIRST_SHARE * 4 * BLOCK)
+    blocks.cache.has_whole_pages = True
+    for seed in range(12):
+        engine.add(GenerationRequest(draw_prompt(9 + seed), SamplingParams(max_tokens=3)))
+        run(engine)
+    assert engine.stats().kept_tokens == 4 * BLOCK and len(blocks.prefixes._cached) == 4
+    check_pages(engine, blocks)
 
 
 @needs_kernels
