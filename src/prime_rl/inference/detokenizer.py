@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -21,12 +21,21 @@ MAX_PARTS = 8
 """Tokens of one character, at least: those before them end no character that later tokens may complete."""
 
 
-def build_decode(tokenizer: Any) -> Decode:
-    """Build the decoder; calls the Rust core directly where there is one."""
+def build_decode(tokenizer: Any, tags: Collection[str] = ()) -> Decode:
+    """Build the decoder; calls the Rust core directly where there is one. `tags` are text, special tokens or not."""
+    special = find_special(tokenizer) if tags else {}
+    if not special.keys().isdisjoint(tags):
+        skipped, plain = {token for name, token in special.items() if name not in tags}, build_decode(tokenizer)
+        return lambda ids, skip: plain([token for token in ids if token not in skipped] if skip else ids, False)
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is not None and not tokenizer.clean_up_tokenization_spaces:
         return lambda ids, skip: str(core.decode(ids, skip_special_tokens=skip))
     return lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip))
+
+
+def find_special(tokenizer: Any) -> dict[str, int]:
+    """The added tokens of a tokenizer that are special, with their ids."""
+    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -274,9 +274,9 @@ def build_service(config: InferenceConfig) -> ServerState:
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
     if not tokenizer.chat_template:
         logger.warning(f"Only /completions can be used: {NO_TEMPLATE}")
-    decode = build_decode(tokenizer)
-    engine, weights = build_engine(config, model_dir, tokenizer, decode)
     parser = MessageParser(config.model.tool_call_parser, config.model.reasoning_parser is not None)
+    decode = build_decode(tokenizer, parser.tags)
+    engine, weights = build_engine(config, model_dir, tokenizer, decode)
     monitor = None if config.output_dir is None else build_monitor(config.output_dir, config.name)
     return ServerState(
         config=config,

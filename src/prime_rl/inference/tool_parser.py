@@ -37,6 +37,12 @@ class MessageParser:
     tools: str = "hermes"
     reasoning: bool = False
 
+    @property
+    def tags(self) -> set[str]:
+        """The tags that it looks for, some of which may be special tokens."""
+        dialect = TOOL_DIALECTS[self.tools]
+        return {*dialect.opening, *dialect.closing, *((THINK_OPEN, THINK_CLOSE) if self.reasoning else ())}
+
     def opens(self, prompt: list[int], decode: Callable[[list[int]], str]) -> bool:
         """Whether the prompt ends with an opening reasoning tag, as some chat templates write it."""
         return self.reasoning and decode(prompt[-THINK_TAIL:]).rstrip().endswith(THINK_OPEN)

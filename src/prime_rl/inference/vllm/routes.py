@@ -19,6 +19,7 @@ from prime_rl.inference.access import Access, build_hosts, check_access
 from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.async_engine import ClientGone
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.detokenizer import find_special
 from prime_rl.inference.intake import RETRY_AFTER_S, BodyLimit, check_json_type, max_request_bytes, read_body
 from prime_rl.inference.request_parsing import ApiError, Json, parse_body
 from prime_rl.inference.routes.openai import answer, build_error_response, check_weights
@@ -157,7 +158,10 @@ class PrimeRoutes:
 
     async def _answer_tokens(self, request: Request, body: Json, send: Any) -> None:
         """Handle a chat with a token id prompt: forward as a completion and convert the response to a chat."""
-        data = orjson.dumps(completion_from_chat(body))
+        completion = completion_from_chat(body)
+        if (body.get("tools") or self._parser.reasoning) and await asyncio.to_thread(self._has_special_tags):
+            completion["skip_special_tokens"] = False
+        data = orjson.dumps(completion)
         scope = {**request.scope, "path": "/v1/completions", "raw_path": b"/v1/completions"}
 
         opened = self._parser.reasoning and await asyncio.to_thread(self._opens_reasoning, body["tokens"])
@@ -166,6 +170,9 @@ class PrimeRoutes:
             return chat_from_completion(_add_versions(self.weights, completion), body, self._parser, opened)
 
         await self._rewrite(scope, _replay(data, request.receive), send, as_chat)
+
+    def _has_special_tags(self) -> bool:
+        return not find_special(self._guard.tokenizer).keys().isdisjoint(self._parser.tags)
 
     def _opens_reasoning(self, prompt: list[int]) -> bool:
         return self._parser.opens(prompt, lambda tail: str(self._guard.tokenizer.decode(tail)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from small_tokenizers import CHATML, build_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -11,6 +13,7 @@ from prime_rl.inference.detokenizer import Detokenizer, StopStringMatcher, Token
 from prime_rl.inference.engine import GenerationRequest, Output, StreamUpdate
 from prime_rl.inference.request_parsing import ParsedRequest, build_requests, parse_request
 from prime_rl.inference.responses import ChoiceStream, EchoedPrompt, Writer
+from prime_rl.inference.tool_parser import MessageParser
 
 
 def build_llama2() -> Any:
@@ -87,3 +90,21 @@ def test_tokens_of_a_completion_join_to_its_text() -> None:
     plain = finish(request, [PARIS, ids[4]])
     (choice,) = build_writer().completion([PROMPT], [plain], parsed)["choices"]
     assert choice["logprobs"]["text_offset"] == [0, 6]
+
+
+def test_tags_that_are_special_tokens_are_text(tmp_path: Path) -> None:
+    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    tokenizer = build_tokenizer(tmp_path, CHATML, ["<|im_end|>", *tags], [], {"eos_token": "<|im_end|>"})
+    parser = MessageParser("hermes", reasoning=True)
+    text = '<think>hm</think>ok<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    ids = tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
+    decode = build_decode(tokenizer, parser.tags)
+    assert decode(ids, True) == text and decode(ids, False) == f"{text}<|im_end|>"
+    assert "<tool_call>" not in build_decode(tokenizer)(ids, True)
+    parsed = parse({"messages": [], "tools": [{}]}, chat=True)
+    [request] = build_requests([1], parsed, 99, [])
+    writer = Writer("m", decode, TokenNames(tokenizer), parser)
+    (choice,) = writer.chat([1], [finish(request, ids)], parsed)["choices"]
+    message = choice["message"]
+    assert (message["content"], message["reasoning_content"]) == ("ok", "hm")
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loguru import logger
 from safetensors.torch import load_file
-from small_tokenizers import TWO_ROLES, build_smollm2
+from small_tokenizers import CHATML, TWO_ROLES, build_smollm2, build_tokenizer
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
@@ -653,6 +653,30 @@ def test_chats_over_tokens_return_reasoning(
     reply = talk(app, lambda http: http.post("/v1/chat/completions/tokens", json=body))
     (choice,) = reply.json()["choices"]
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("4", "hm")
+
+
+def test_vllm_returns_tags_that_are_special_tokens(
+    monkeypatch: pytest.MonkeyPatch, routes: tuple[Starlette, FakeClient, Path]
+) -> None:
+    app, _, root = routes
+    tags = ["<tool_call>", "</tool_call>", "<|im_end|>"]
+    build_tokenizer(root / "tokenizer", CHATML, tags, [], {"eos_token": "<|im_end|>"})
+    monkeypatch.setenv(MODEL_DIR_VARIABLE, str(root / "tokenizer"))
+    sent: list[Any] = []
+
+    async def complete(request: Request) -> JSONResponse:
+        sent.append(await request.json())
+        return JSONResponse({"id": "cmpl-1", "choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+
+    app.add_route("/v1/completions", complete, methods=["POST"])
+    body = {"model": "m", "messages": [], "tokens": [1]}
+
+    async def use(http: httpx.AsyncClient) -> None:
+        for tools in ([], [{}]):
+            await http.post("/v1/chat/completions/tokens", json={**body, "tools": tools})
+
+    talk(app, use)
+    assert [request.get("skip_special_tokens") for request in sent] == [None, False]
 
 
 def test_only_reasoning_gets_its_other_name() -> None:
