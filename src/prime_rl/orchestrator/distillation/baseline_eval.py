@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
-import msgspec
 from loguru import logger
 
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL, SamplingConfig
+from prime_rl.generation.resume_log import compute_digest
 from prime_rl.generation.rollout_jobs import ModelEndpoint
 from prime_rl.orchestrator.distillation.answers import write_answers
 from prime_rl.orchestrator.distillation.context import ContextProvider
@@ -78,7 +78,7 @@ class HeldOutEnvironment(ContextEnvironment):
 
     def __init__(self, environment: Environment, trained: Environment | None, name: str) -> None:
         self.id, self._environment = environment.id, environment
-        training_prompts = {fingerprint(row) for row in trained.rows("train")} if trained is not None else set[bytes]()
+        training_prompts = {fingerprint(row) for row in trained.rows("train")} if trained is not None else set[str]()
         examples = environment.rows("eval")
         self._rows = [row for row in examples if fingerprint(row) not in training_prompts]
         if examples and not self._rows:
@@ -94,9 +94,9 @@ class HeldOutEnvironment(ContextEnvironment):
         return self._rows if split == "eval" else self._environment.rows(split)
 
 
-def fingerprint(row: Mapping[str, Any]) -> bytes:
-    """Canonical bytes of a row's prompt, for equality."""
-    return msgspec.json.encode(row["prompt"], enc_hook=str, order="deterministic")
+def fingerprint(row: Mapping[str, Any]) -> str:
+    """Digest of a row's task, for equality: prompts of games are equal, their answers differ."""
+    return compute_digest([row["prompt"], row.get("answer"), row.get("info")])
 
 
 @dataclass

@@ -73,6 +73,13 @@ def test_evaluation_examples_exclude_training_prompts() -> None:
         HeldOutEnvironment(everything, everything, "world")
 
 
+@pytest.mark.parametrize("key", ["answer", "info"])
+def test_games_with_one_prompt_are_told_apart_by_answers(key: str) -> None:
+    train, held_out = ([{"prompt": "Guess.", key: {"word": word}} for word in words] for words in ("ab", "bc"))
+    game = PlainEnvironment(train, lambda completion: 0.0, eval_dataset=held_out)
+    assert [row[key] for row in HeldOutEnvironment(game, game, "game").rows("eval")] == [{"word": "c"}]
+
+
 class ScriptedTeacher(Teacher):
     async def score_group(self, samples: list[Any], env: str, row: Any, client: Any) -> list[Any]:
         return []
