@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -266,8 +267,7 @@ def build_schedules(
     for environment in (*eval_environments.values(), *validated.values()):
         environment.rows("eval")
     for name, environment in {**validated, **eval_environments}.items():
-        if name in environments:
-            warn_of_training_prompts(name, environment, environments[name])
+        warn_of_training_prompts(name, environment, environments.values())
     shared = {"model": {"name": config.model.name}, "seed": config.seed, "max_retries": config.max_retries}
     shared |= {"output_dir": config.output_dir}
     if (eval_settings := config.eval) is not None:
@@ -288,9 +288,9 @@ def build_schedules(
         )
         last = -1 if starts_now else find_last_finished(config.output_dir, EvalKind.EVAL, version)
         if has_baselines:
+            trained = {fingerprint(row) for one in environments.values() for row in one.rows("train")}
             eval_environments = {
-                name: HeldOutEnvironment(environment, environments.get(name), name)
-                for name, environment in eval_environments.items()
+                name: HeldOutEnvironment(environment, trained, name) for name, environment in eval_environments.items()
             }
         schedules.append(EvalSchedule(EvalKind.EVAL, eval_config, eval_environments, eval_settings.interval, last=last))
     if config.val is not None:
@@ -309,14 +309,18 @@ def build_schedules(
     return schedules
 
 
-def warn_of_training_prompts(name: str, environment: Environment, trained: Environment) -> None:
+def warn_of_training_prompts(name: str, environment: Environment, trained: Iterable[Environment]) -> None:
     """Warn if the evaluation examples are the training prompts, which are also the fallback of environments."""
-    examples, prompts = environment.rows("eval"), trained.rows("train")
-    pairs = zip(examples, prompts, strict=False)
-    if examples and len(examples) == len(prompts) and all(fingerprint(a) == fingerprint(b) for a, b in pairs):
+    examples = environment.rows("eval")
+    if examples and any(is_same_split(examples, one.rows("train")) for one in trained):
         logger.warning(
             f"{name} is evaluated on its training prompts: give it an eval_dataset to measure what it does on others"
         )
+
+
+def is_same_split(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
+    """Whether two splits have the same examples in the same order."""
+    return len(rows) == len(others) and all(map(operator.eq, map(fingerprint, rows), map(fingerprint, others)))
 
 
 def max_concurrent_rollouts(config: OrchestratorConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -74,11 +74,13 @@ class ContextEnvironment:
 
 
 class HeldOutEnvironment(ContextEnvironment):
-    """An environment without evaluation examples that are also training prompts; `ValueError` if none remains."""
+    """An environment without evaluation examples that are also training prompts; `ValueError` if none remains.
 
-    def __init__(self, environment: Environment, trained: Environment | None, name: str) -> None:
+    `training_prompts`: fingerprints of the rows of all training environments.
+    """
+
+    def __init__(self, environment: Environment, training_prompts: Set[str], name: str) -> None:
         self.id, self._environment = environment.id, environment
-        training_prompts = {fingerprint(row) for row in trained.rows("train")} if trained is not None else set[str]()
         examples = environment.rows("eval")
         self._rows = [row for row in examples if fingerprint(row) not in training_prompts]
         if examples and not self._rows:

@@ -21,6 +21,7 @@ from prime_rl.orchestrator.distillation.baseline_eval import (
     ContextEnvironment,
     HeldOutEnvironment,
     find_collapse,
+    fingerprint,
 )
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import Teacher
@@ -65,19 +66,20 @@ def build_environment(train: Sequence[str], held_out: Sequence[str]) -> PlainEnv
 
 def test_evaluation_examples_exclude_training_prompts() -> None:
     trained = build_environment(["a", "b", "c"], ["c", "d"])
-    held = HeldOutEnvironment(trained, trained, "world")
+    held = HeldOutEnvironment(trained, {*map(fingerprint, trained.rows("train"))}, "world")
     assert [row["prompt"][0]["content"] for row in held.rows("eval")] == ["d"]
     assert len(held.rows("train")) == 3
     everything = build_environment(["a", "b"], [])
     with pytest.raises(ValueError, match="held-out split"):
-        HeldOutEnvironment(everything, everything, "world")
+        HeldOutEnvironment(everything, {*map(fingerprint, everything.rows("train"))}, "world")
 
 
 @pytest.mark.parametrize("key", ["answer", "info"])
 def test_games_with_one_prompt_are_told_apart_by_answers(key: str) -> None:
     train, held_out = ([{"prompt": "Guess.", key: {"word": word}} for word in words] for words in ("ab", "bc"))
     game = PlainEnvironment(train, lambda completion: 0.0, eval_dataset=held_out)
-    assert [row[key] for row in HeldOutEnvironment(game, game, "game").rows("eval")] == [{"word": "c"}]
+    held = HeldOutEnvironment(game, {*map(fingerprint, game.rows("train"))}, "game")
+    assert [row[key] for row in held.rows("eval")] == [{"word": "c"}]
 
 
 class ScriptedTeacher(Teacher):

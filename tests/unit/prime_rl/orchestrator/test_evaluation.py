@@ -140,13 +140,26 @@ def test_baselines_are_not_measured_on_lost_servers(tmp_path: Path) -> None:
     assert evaluator._student.clients == clients[1:]
 
 
+@pytest.mark.parametrize("name", ["world", "held-out"])
 @pytest.mark.parametrize("held_out", [None, [], [{"prompt": "other"}]])
-def test_evaluation_on_training_prompts_warns_once(held_out: list[dict[str, Any]] | None, tmp_path: Path) -> None:
+def test_evaluation_on_training_prompts_warns_once(
+    held_out: list[dict[str, Any]] | None, name: str, tmp_path: Path
+) -> None:
     world = PlainEnvironment([{"prompt": "q"}], lambda completion: 0.0, eval_dataset=held_out)
     values = {"env": [{"id": "world"}], "eval": {}, "val": {}, "output_dir": tmp_path}
     lines = list[str]()
     sink = logger.add(lines.append, level="WARNING", format="{message}")
-    build_schedules(OrchestratorConfig.model_validate(values), {"world": world}, {"world": world}, 0)
+    build_schedules(OrchestratorConfig.model_validate(values), {"world": world}, {name: world}, 0)
     logger.remove(sink)
-    expected = [] if held_out else ["world is evaluated on its training prompts: give it an eval_dataset"]
+    names = [] if held_out else sorted({"world", name}, reverse=True)
+    expected = [f"{one} is evaluated on its training prompts: give it an eval_dataset" for one in names]
     assert len(lines) == len(expected) and all(map(str.startswith, lines, expected))
+
+
+def test_training_prompts_of_any_name_are_skipped(tmp_path: Path) -> None:
+    world = PlainEnvironment([{"prompt": "a"}], lambda completion: 0.0, eval_dataset=[{"prompt": "a"}, {"prompt": "b"}])
+    teacher = {"context": "C", "eval_baseline": True}
+    values = {"env": [{"id": "world"}], "eval": {"env": [{"id": "other"}]}, "output_dir": tmp_path}
+    config = OrchestratorConfig.model_validate(values | {"teacher_model": teacher})
+    [schedule] = build_schedules(config, {"world": world}, {"other": world}, 0)
+    assert [row["prompt"][0]["content"] for row in schedule.environments["other"].rows("eval")] == ["b"]
