@@ -38,17 +38,17 @@ class Encoder:
             self._core.no_truncation()
             self._core.no_padding()
 
-    def check(self, *texts: str) -> None:
-        """`ApiError` if the texts certainly exceed `max_model_len` tokens in total."""
+    def check(self, *texts: str, max_len: int | None = None) -> None:
+        """`ApiError` if the texts certainly exceed `max_len` (default `max_model_len`) tokens in total."""
         if self.bytes_per_token is None:
             return
         min_tokens = -(-sum(len(text.encode()) for text in texts) // self.bytes_per_token)
-        if min_tokens > self.max_model_len:
-            raise prompt_too_long(self.max_model_len, min_tokens, at_least=True)
+        if min_tokens > (longest := max_len or self.max_model_len):
+            raise prompt_too_long(longest, min_tokens, at_least=True)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, max_len: int | None = None) -> list[int]:
         """Tokenize plain text."""
-        self.check(text)
+        self.check(text, max_len=max_len)
         return self._encode(text, add_special_tokens)
 
     def find_offsets(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -63,12 +63,12 @@ class Encoder:
             position = max(position, end)
         return offsets
 
-    def encode_chat(self, chat: RenderedChat) -> list[int]:
+    def encode_chat(self, chat: RenderedChat, max_len: int | None = None) -> list[int]:
         """Tokenize a rendered chat."""
-        self.check(*(piece for piece in chat.pieces if isinstance(piece, str)))
+        self.check(*(piece for piece in chat.pieces if isinstance(piece, str)), max_len=max_len)
         min_tokens = sum(len(piece) for piece in chat.pieces if not isinstance(piece, str))
-        if min_tokens > self.max_model_len:
-            raise prompt_too_long(self.max_model_len, min_tokens, at_least=True)
+        if min_tokens > (longest := max_len or self.max_model_len):
+            raise prompt_too_long(longest, min_tokens, at_least=True)
         ids: list[int] = []
         for piece in chat.pieces:
             ids += self._encode(piece, False) if isinstance(piece, str) else piece

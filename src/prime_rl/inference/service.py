@@ -139,24 +139,33 @@ class ServerState:
         """Validate the token ids of field `name`."""
         return check_token_ids(ids, self.vocab, name, self.max_model_len)
 
-    def render(self, body: Json) -> list[int]:
-        """Render a chat to token ids; cached, so that the requests of a group share one rendering. Thread-safe."""
-        options = parse_chat(with_defaults(body, self.defaults, chat=True), self.max_model_len)
+    def render(self, body: Json, max_len: int | None = None) -> list[int]:
+        """Render a chat to token ids; cached, so that the requests of a group share one rendering. Thread-safe.
+
+        `ApiError` for one that certainly exceeds `max_len` (default `max_model_len`) tokens.
+        """
+        max_len = max_len or self.max_model_len
+        options = parse_chat(with_defaults(body, self.defaults, chat=True), max_len)
         try:
             key = hashlib.blake2b(orjson.dumps(options), digest_size=16).digest()
             tokens = self._rendered.get(key)
             if tokens is None:
-                tokens = self._render_new(*options)
+                tokens = self._render_new(max_len, *options)
                 self._rendered.put(key, tokens)
             return list(tokens)
         except (ValueError, TypeError) as error:
             raise ApiError(str(error), param="messages") from error
 
     def _render_new(
-        self, messages: list[Json], tools: list[Json] | None, add_generation_prompt: bool, template_options: Json
+        self,
+        max_len: int,
+        messages: list[Json],
+        tools: list[Json] | None,
+        add_generation_prompt: bool,
+        template_options: Json,
     ) -> list[int]:
         chat = render_pieces(self.tokenizer, messages, tools, add_generation_prompt, **template_options)
-        return self.encoder.encode_chat(chat)
+        return self.encoder.encode_chat(chat, max_len)
 
     async def load(self, read: Callable[[], tuple[Json, int]]) -> Json:
         """Read weights while the engine runs, then swap them in between two steps."""

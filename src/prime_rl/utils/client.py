@@ -15,6 +15,7 @@ import msgspec
 from prime_rl.client.http import HttpPool, Reply, needs_proxy
 from prime_rl.client.request_batcher import PendingResponses, RequestBatcher
 from rollouts.training.environments.answers import completion_types, read_completion
+from rollouts.training.environments.protocol import describe_failure
 
 if TYPE_CHECKING:
     from prime_rl.client.multi_turn import MultiTurnClient
@@ -210,7 +211,10 @@ class InferenceClient:
             return None
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | None:
-        """Token ids of `messages` or of a `prompt`; None if the server cannot tokenize them."""
+        """Token ids of `messages` or of a `prompt`; None if the server cannot tokenize them.
+
+        `openai.BadRequestError` if they are longer than the server's context.
+        """
         import openai
 
         root = self if self.base_url == self.root_url else self._root
@@ -219,7 +223,9 @@ class InferenceClient:
         except openai.NotFoundError:
             self.supports_token_prompts = False
             return None
-        except openai.BadRequestError:
+        except openai.BadRequestError as error:
+            if describe_failure(error)[0] == "OverlongPrompt":
+                raise
             return None  # the template cannot render these messages: send them unrendered
         return answer.tokens
 

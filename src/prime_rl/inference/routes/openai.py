@@ -121,10 +121,11 @@ async def tokenize(service: ServerState, request: Request) -> Response:
         if unknown := sorted(name for name in body.keys() - TOKENIZE_FIELDS if body[name] is not None):
             raise ApiError(f"unknown field {unknown[0]!r}: leave it out", param=unknown[0])
         add_special_tokens = read_flag(body, "add_special_tokens", True)
+        max_len = service.engine.engine.max_score_len  # a teacher's prompt is tokenized here, and only scored
         if body.get("messages") is not None:
-            tokens = service.render(body)
+            tokens = service.render(body, max_len)
         elif isinstance(body.get("prompt"), str):
-            tokens = service.encoder.encode(body["prompt"], add_special_tokens)
+            tokens = service.encoder.encode(body["prompt"], add_special_tokens, max_len)
         else:
             raise ApiError("messages or a prompt is required", param="prompt")
         with_names = read_flag(body, "return_token_strs", False)

@@ -55,6 +55,13 @@ class UnscorableSample(Exception):
         super().__init__(message)
         self.reason = reason
 
+    @classmethod
+    def from_error(cls, what: str, error: Exception) -> UnscorableSample:
+        """The error of a failed request."""
+        kind, message = describe_failure(error)
+        reason = SkipReason.OVERLONG if kind == "OverlongPrompt" else SkipReason.SERVER
+        return cls(reason, f"{what}: {kind}: {message}")
+
 
 class Teacher:
     """Adds teacher log-probs to samples. Unscorable samples are dropped and counted. `model`: the student's name."""
@@ -209,8 +216,7 @@ class Teacher:
         try:
             ids = await client.tokenize({"model": self.model, **chat_request})
         except Exception as error:
-            kind, message = describe_failure(error)
-            raise UnscorableSample(SkipReason.SERVER, f"/tokenize failed: {kind}: {message}") from error
+            raise UnscorableSample.from_error("/tokenize failed", error) from error
         if ids is None:
             raise ValueError("the server cannot render the teacher's prompt: its chat template rejects the messages")
         self._prompts[key] = ids
@@ -222,8 +228,7 @@ class Teacher:
         try:
             return str(await client.detokenize({"model": self.model, "tokens": tokens}))
         except Exception as error:
-            kind, message = describe_failure(error)
-            raise UnscorableSample(SkipReason.SERVER, f"/detokenize failed: {kind}: {message}") from error
+            raise UnscorableSample.from_error("/detokenize failed", error) from error
 
     async def _score(self, scorer: TokenScorer, tokens: list[int], start: int, support: bytes) -> ScoredTokens:
         try:
@@ -231,11 +236,7 @@ class Teacher:
         except ValueError:
             raise  # a permanent limit of this server, which the user must fix
         except Exception as error:
-            kind, message = describe_failure(error)
-            reason = SkipReason.OVERLONG if kind == "OverlongPrompt" else SkipReason.SERVER
-            raise UnscorableSample(
-                reason, f"the teacher did not score {len(tokens)} tokens: {kind}: {message}"
-            ) from error
+            raise UnscorableSample.from_error(f"the teacher did not score {len(tokens)} tokens", error) from error
         self._counts["tokens"] += start
         self._counts["cached_tokens"] += min(scored.num_cached, start)
         return scored

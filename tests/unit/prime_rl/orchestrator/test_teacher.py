@@ -382,6 +382,33 @@ def test_an_outage_of_the_teacher_is_no_error_of_the_prompt(
     assert isinstance(caught.value, GroupDropped) and caught.value.reason == DropReason.ENGINE_ERROR
 
 
+@pytest.mark.parametrize(("length", "skipped"), [(1600, None), (70_000, "overlong")])
+def test_context_may_be_longer_than_the_window(length: int, skipped: str | None) -> None:
+    """The student's server renders the teacher's prompt, which it scores beyond its window of generation."""
+    server = RunningServer(None, model_options={"max_model_len": 48})
+    config = make_config(server, teacher={"context": "x" * length}, sampling={"max_tokens": 2})
+    [client], teacher = build_clients(config.client), build_teacher(config)
+    assert teacher is not None
+
+    async def run() -> list[Sample]:
+        tokens = await client.tokenize({"model": "tiny-qwen3", "messages": [USER]})
+        assert tokens is not None
+        sample = Sample(prompt="", tokens=[*tokens, 99], loss_mask=[0.0] * len(tokens) + [1.0])
+        sample.metadata = {"chat_request": {"messages": [USER]}}
+        scored = await teacher.score_group([sample], "rows", {}, client)
+        for opened in (client, *teacher.scorer.clients):
+            await opened.close()
+        return scored
+
+    try:
+        assert len(anyio.run(run)) == (skipped is None), teacher.last_error
+        metrics = teacher.take_metrics()
+        counts = {reason: metrics[f"teacher/skipped/{reason}"] for reason in ("overlong", "prompt", "server")}
+        assert counts == {reason: float(reason == skipped) for reason in counts}, teacher.last_error
+    finally:
+        server.stop()
+
+
 def test_feedback_of_a_rollout_is_its_teacher_context(server: RunningServer) -> None:
     CALLS.clear()
     expected, _ = make_group(make_config(server))
