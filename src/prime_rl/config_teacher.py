@@ -226,6 +226,8 @@ def _choose_server(tables: ConfigTables) -> None:
                 f"{tables.show(url)} names a teacher that runs already, {dedicated[0]} is for one that rl starts\n"
                 "  remove one of them"
             )
+        if weights == "frozen" and not tables.has(name) and _is_shared(tables) and _serves_base(tables):
+            tables.set(name, BASE_MODEL, "one copy of the weights")
     elif weights == "live":
         if dedicated:
             raise ValueError(f'{TEACHER}.weights = "live" is the student\'s own server: leave {dedicated[0]} out')

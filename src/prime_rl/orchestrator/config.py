@@ -475,6 +475,7 @@ class OrchestratorConfig(TrackersConfig):
                 raise ValueError(f'env.{i} has teacher = "{env.teacher}" and {env.source}: remove one of them')
         if teacher is not None:
             self._check_outcomes(teacher)
+            self._check_teacher_server(teacher)
         if teacher is not None and teacher.eval_baseline and self.eval is None:
             raise ValueError(
                 "teacher_model.eval_baseline needs evaluation environments: add [orchestrator.eval], or leave it out"
@@ -499,6 +500,20 @@ class OrchestratorConfig(TrackersConfig):
                 raise ValueError(
                     'context_from = "sibling" needs other rollouts of the same prompt: set rollouts_per_example above 1'
                 )
+
+    def _check_teacher_server(self, teacher: TeacherConfig) -> None:
+        """The weights that a server has must be those of the teacher."""
+        urls, student = set(teacher.client.base_url), set(self.client.base_url)
+        key = "teacher_model.client.base_url"
+        if teacher.weights == "live" and not urls <= student:
+            raise ValueError(f'teacher_model.weights = "live" is the student\'s server: set {key} to client.base_url')
+        is_policy = teacher.weights == "ema" or teacher.model.name in (None, self.model.name)
+        if teacher.weights != "live" and urls & student and is_policy:
+            cure = "" if teacher.weights == "ema" else ', teacher_model.model.name = "base" if it serves LoRA adapters,'
+            raise ValueError(
+                f"{key} is the student's server, whose weights are the student's, but teacher_model.weights = "
+                f'"{teacher.weights}"\n  set another server{cure} or teacher_model.weights = "live"'
+            )
 
     @property
     def replays_support(self) -> bool:

@@ -31,6 +31,13 @@ CONTEXT = ("--orchestrator.teacher_model.context", "Think first.\n")
 LORA = ("--trainer.model.lora.rank", "16", "--inference.backend", "embedded")
 
 
+FAR = ("--orchestrator.teacher_model.client.base_url", "http://far:9/v1")
+SHARED = (
+    *("--no-inference", "--orchestrator.client.base_url", "http://near:8000/v1"),
+    *("--orchestrator.teacher_model.client.base_url", "http://near:8000/v1"),
+)
+
+
 def parse(*argv: str) -> RLConfig:
     return parse_argv(RLConfig, ["--model.name", "tiny-qwen3", *argv], "rl", {})[0]
 
@@ -224,10 +231,19 @@ def test_references_need_the_weights_before_training(weights: str) -> None:
 
 
 def test_an_external_teacher() -> None:
-    url = "http://far:9/v1"
-    config = parse(*CONTEXT, "--orchestrator.teacher_model.client.base_url", url)
+    config = parse(*CONTEXT, *FAR)
     assert config.teacher_inference is None and config.orchestrator.teacher_model is not None
-    assert config.orchestrator.teacher_model.client.base_url == [url]
+    assert config.orchestrator.teacher_model.client.base_url == ["http://far:9/v1"]
+
+
+def test_address_of_the_student_is_frozen_as_its_base_model() -> None:
+    url = parse(*LORA).orchestrator.client.base_url[0]
+    config = parse(*CONTEXT, *LORA, "--orchestrator.teacher_model.client.base_url", url)
+    assert config == parse(*CONTEXT, *LORA)
+    running = parse(*CONTEXT, *LORA, *SHARED, "--orchestrator.teacher_model.model.name", "base")
+    assert running.orchestrator.teacher_model is not None
+    assert running.orchestrator.teacher_model.client.base_url == running.orchestrator.client.base_url
+    assert parse(*CONTEXT, *SHARED, "--orchestrator.teacher_model.weights", "live").inference is None
 
 
 @pytest.mark.parametrize(
@@ -252,6 +268,10 @@ def test_teacher_top_logprobs_follow_the_estimator(estimator: str, expected: int
             "remove one",
         ),
         ([*CONTEXT, "--orchestrator.teacher_model.weights", "live", "--teacher_gpu_ids", "1"], "leave teacher_gpu_ids"),
+        ([*CONTEXT, *FAR, "--orchestrator.teacher_model.weights", "live"], "set teacher_model.client.base_url to"),
+        ([*CONTEXT, *SHARED], 'set another server, teacher_model.model.name = "base" if it serves LoRA'),
+        ([*CONTEXT, *SHARED, "--orchestrator.teacher_model.model.name", "tiny-qwen3"], "set another server"),
+        ([*CONTEXT, *SHARED, "--orchestrator.teacher_model.weights", "ema"], "set another server or"),
         ([*CONTEXT, "--orchestrator.teacher_model.top_logprobs", "3"], "it follows the estimator"),
         ([*CONTEXT, "--trainer.loss.distill.direction", "forward"], "set estimator to"),
         ([*CONTEXT, "--trainer.loss.distill.estimator", "full", "--trainer.loss.distill.clip", "5"], "remove it"),
