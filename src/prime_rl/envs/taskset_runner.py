@@ -50,11 +50,15 @@ def build_environment(taskset: dict[str, Any], harness: dict[str, Any] | None) -
 
 
 def read_tasks(taskset: Any, num_examples: int | None, num_eval_examples: int) -> tuple[list[Any], list[Any]]:
-    """Tasks to train and to evaluate on: the first ones, and those after them (of a finite taskset: the last)."""
+    """Tasks to train and to evaluate on: the first ones, and those after them.
+
+    Of a finite taskset that has too few: the last ones, at most those beyond `num_examples`, or half of all.
+    """
     if not taskset.bounded:
         num_examples = num_examples or ENDLESS
     tasks = list(itertools.islice(taskset, None if num_examples is None else num_examples + num_eval_examples))
-    held_out = min(num_eval_examples, len(tasks) // 2)
+    beyond = 0 if num_examples is None else len(tasks) - num_examples
+    held_out = min(num_eval_examples, max(beyond, len(tasks) // 2))
     return tasks[: len(tasks) - held_out], tasks[len(tasks) - held_out :]
 
 

@@ -53,8 +53,8 @@ def load_environment(
 ) -> TasksetEnvironment:
     """A taskset of verifiers 0.4, played by `harness`; see `EnvConfig`.
 
-    `num_eval_examples` tasks, of a small taskset half of them, are held out. `num_examples` bounds the others; unset:
-    all, of an endless taskset 1,000. Raises `ValueError`.
+    `num_eval_examples` tasks are held out, of a small taskset those beyond `num_examples`, or half. `num_examples`
+    bounds the others; unset: all, of an endless taskset 1,000. Raises `ValueError`.
     """
     settings = {"taskset": taskset, "harness": harness}
     limits = {"num_examples": num_examples, "num_eval_examples": num_eval_examples}
