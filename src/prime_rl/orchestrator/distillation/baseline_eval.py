@@ -96,6 +96,11 @@ class HeldOutEnvironment(ContextEnvironment):
         return self._rows if split == "eval" else self._environment.rows(split)
 
 
+def describe_examples(rows: Sequence[Row]) -> str:
+    """Digest of the examples of an evaluation; without `info`, which rewards may change."""
+    return compute_digest([[row["prompt"], row.get("answer")] for row in rows])
+
+
 def fingerprint(row: Mapping[str, Any]) -> str:
     """Digest of a row's task, for equality: prompts of games are equal, their answers differ."""
     return compute_digest([row["prompt"], row.get("answer"), row.get("info")])
@@ -110,10 +115,12 @@ class Baseline:
     teacher_plain: list[float] = field(default_factory=list)
     teacher_groups: Groups = field(default_factory=list)
     """The teacher's rollouts under the context."""
-    best: dict[str, float] = field(default_factory=dict)
-    """The student's best mean score so far, of each context and of all ("")."""
+    history: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The student's mean score at each version, of each context and of all ("")."""
     teacher_samples: list[tuple[Sample, list[int], int]] = field(default_factory=list)
     """The teacher's samples under the context; tokens with the student's prompt instead; length of that prompt."""
+    is_known: bool = True
+    """Whether `before` are the scores before training; else those of a later version, which are not saved."""
 
 
 class BaselineEvaluator:
@@ -160,7 +167,7 @@ class BaselineEvaluator:
         baseline = self._baselines.get(name)
         if baseline is None:
             baseline = self._baselines[name] = await self._begin(
-                name, environment, context_environment, version, scores, context_groups, run
+                name, environment, context_environment, rows, version, scores, context_groups, run
             )
             metrics |= baseline_metrics(name, baseline)
         answers = {"student": groups, "student_context": context_groups, "teacher_context": baseline.teacher_groups}
@@ -183,8 +190,8 @@ class BaselineEvaluator:
         )
         if closed is not None:
             found |= dict(zip(("gap_closed", "gap_closed/ci_low", "gap_closed/ci_high"), closed, strict=True))
-        found |= await anyio.to_thread.run_sync(self._compare_contexts, rows, scores, baseline)
-        self._save_baseline(name, baseline, is_new=not version)
+        found |= await anyio.to_thread.run_sync(self._compare_contexts, rows, version, scores, baseline)
+        self._save_baseline(name, rows, baseline)
         if self._can_compare(name, sampling):
             found |= await self._divergences(name, rows, groups, baseline)
         found["collapsed"] = float(self._is_collapsed(name, found, baseline))
@@ -198,17 +205,14 @@ class BaselineEvaluator:
         name: str,
         environment: Environment,
         context_environment: Environment,
+        rows: Sequence[Row],
         version: int,
         scores: Mapping[str, list[float]],
         context_groups: Groups,
         run: Run,
     ) -> Baseline:
         """Measure the teacher's baselines and the student's before training."""
-        baseline = Baseline(self._load_baseline(name) if version else list(scores["student"]))
-        if len(baseline.before) != len(scores["student"]):
-            logger.warning(f"{name}: the scores before training are unknown: comparing with version {version}")
-            baseline.before = list(scores["student"])
-        baseline.best = dict(self._load_baseline(name, "best")) if version else {}
+        baseline, saved_teacher = self._load_baseline(name, rows, version, scores["student"])
         groups, baseline.teacher_plain = context_groups, list(baseline.before)
         is_student = not version and self._is_student_model and not self._has_larger_window(context_groups)
         if self._weights == "frozen" and not is_student:
@@ -220,7 +224,7 @@ class BaselineEvaluator:
         baseline.teacher, baseline.teacher_groups = example_scores(groups), groups
         is_outcome = self.teacher.contexts.context_from(name) in ("sibling", "feedback")
         if version and (self._weights != "frozen" or is_outcome):  # it, or its context, has changed since
-            baseline.teacher = self._load_baseline(name, "teacher") or baseline.teacher
+            baseline.teacher = saved_teacher or baseline.teacher
         baseline.teacher_samples = await self._swap_prompts(groups, environment.rows("eval"))
         return baseline
 
@@ -231,7 +235,7 @@ class BaselineEvaluator:
         return has_own and any(rollout.failed for group in groups for rollout in group)
 
     def _compare_contexts(
-        self, rows: Sequence[Row], scores: Mapping[str, list[float]], baseline: Baseline
+        self, rows: Sequence[Row], version: int, scores: Mapping[str, list[float]], baseline: Baseline
     ) -> dict[str, float]:
         """Scores and gap of each context of the rows, and what training on the others cost it (`interference`)."""
         places: dict[str, list[int]] = {"": list(range(len(rows)))}
@@ -239,10 +243,11 @@ class BaselineEvaluator:
             if (label := self.teacher.contexts.label(row)) is not None:
                 places.setdefault(label, []).append(i)
         found: dict[str, float] = {}
+        means = baseline.history[version] = dict[str, float]()
         for label, chosen in places.items():
             parts = {name: [values[i] for i in chosen] for name, values in scores.items() if values}
-            now = statistics.fmean(parts["student"])
-            best = baseline.best[label] = max(now, baseline.best.get(label, now))
+            now = means[label] = statistics.fmean(parts["student"])
+            best = max(past.get(label, now) for past in baseline.history.values())
             found[f"{label}/interference".lstrip("/")] = best - now
             if not label:
                 continue
@@ -259,8 +264,8 @@ class BaselineEvaluator:
         scores = example_scores(groups)
         baseline = self._baselines.get(name)
         if baseline is None:
-            baseline = self._baselines[name] = Baseline((self._load_baseline(name) if version else scores) or scores)
-            self._save_baseline(name, baseline, is_new=True)
+            baseline = self._baselines[name] = self._load_baseline(name, rows, version, scores)[0]
+            self._save_baseline(name, rows, baseline)
         found = {"student/avg": statistics.fmean(scores)}
         if was := statistics.fmean(baseline.before):
             found["retention"] = found["student/avg"] / was
@@ -269,26 +274,35 @@ class BaselineEvaluator:
         logger.info(format_scores(name, version, found))
         return {f"distill/{name}/{key}": value for key, value in found.items()}
 
-    def _save_baseline(self, name: str, baseline: Baseline, *, is_new: bool) -> None:
-        """Write the scores before training and the best ones; unless `is_new` only if they are known."""
-        path = self._baseline_path(name)
-        if not is_new and not path.exists():
-            return
-        content = {"student": baseline.before, "teacher": baseline.teacher, "best": baseline.best}
-        replace_file(path, json.dumps(content))
+    def _save_baseline(self, name: str, rows: Sequence[Row], baseline: Baseline) -> None:
+        """Write the scores before training and the later ones of the student, unless the former are unknown."""
+        if baseline.is_known:
+            content = {"examples": describe_examples(rows), "student": baseline.before, "teacher": baseline.teacher}
+            replace_file(self._baseline_path(name), json.dumps(content | {"history": baseline.history}))
 
-    def _load_baseline(self, name: str, role: str = "student") -> Any:
-        """Scores before training ("best": of all versions), written by the first attempt of this run; [] if unknown."""
+    def _load_baseline(
+        self, name: str, rows: Sequence[Row], version: int, scores: Sequence[float]
+    ) -> tuple[Baseline, list[float]]:
+        """The baseline without its teacher, and the teacher's scores of an earlier attempt of this run ([] if unknown).
+
+        `scores`: those of the student at `version`, used if those before training are unknown.
+        """
         path = self._baseline_path(name)
+        if not version:
+            return Baseline(list(scores)), []
         try:
-            return json.loads(path.read_text(encoding="utf-8")).get(role, [])
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["examples"] == describe_examples(rows):
+                # Later versions are of attempts that this one replaces.
+                history = {int(past): means for past, means in found["history"].items() if int(past) < version}
+                return Baseline(found["student"], history=history), found["teacher"]
+            problem = f"{path} is of other examples, and is kept"
         except FileNotFoundError:
-            return []
-        except (ValueError, AttributeError) as error:
-            # Moved away: `_save_baseline` would complete it with scores of a later version.
-            moved = path.replace(path.with_suffix(".damaged"))
-            logger.warning(f"{path} was damaged, so the scores before training are unknown: now {moved} ({error})")
-            return []
+            problem = f"there is no {path}"
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"{path} is damaged: {error}"
+        logger.warning(f"{name}: scores before training are unknown, comparing with version {version} ({problem})")
+        return Baseline(list(scores), is_known=False), []
 
     def _baseline_path(self, name: str) -> Path:
         return self.run_dir.evals / f"baseline_{name.replace('/', '_')}.json"

@@ -251,18 +251,44 @@ def test_a_damaged_file_of_baselines_is_unknown(tmp_path: Path, content: str) ->
     assert config.teacher_model is not None
     contexts = ContextProvider(config.teacher_model, config.env, config.seed)
     evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), RunDir(tmp_path))
-    evaluator._save_baseline("world", Baseline([0.1], [0.9]), is_new=True)
+    rows = [{"prompt": "a"}]
+    evaluator._save_baseline("world", rows, Baseline([0.1], [0.9], history={0: {"": 0.1}, 4: {"": 0.6}, 8: {"": 0.7}}))
     [path] = (tmp_path / "evals").iterdir()
-    assert evaluator._load_baseline("world") == [0.1] and evaluator._load_baseline("world", "teacher") == [0.9]
+    known = Baseline([0.1], history={0: {"": 0.1}, 4: {"": 0.6}})
+    assert evaluator._load_baseline("world", rows, 8, [0.5]) == (known, [0.9])
     path.write_text(content)
     lines = list[str]()
     sink = logger.add(lines.append, level="WARNING")
-    assert evaluator._load_baseline("world") == evaluator._load_baseline("world", "best") == []
+    unknown, teacher = evaluator._load_baseline("world", rows, 8, [0.5])
     logger.remove(sink)
-    assert len(lines) == 1 and "baseline_world.json was damaged" in lines[0]
-    assert path.with_suffix(".damaged").read_text() == content
-    evaluator._save_baseline("world", Baseline([0.5], [0.9]), is_new=False)
-    assert evaluator._load_baseline("world") == [], "a later version's scores are not those before training"
+    assert len(lines) == 1 and "baseline_world.json is damaged" in lines[0]
+    assert (unknown, teacher) == (Baseline([0.5], is_known=False), [])
+    evaluator._save_baseline("world", rows, unknown)
+    assert path.read_text() == content, "a later version's scores are not those before training"
+
+
+@pytest.mark.parametrize("weights", ["frozen", "ema"])
+def test_baseline_of_other_examples_is_kept(tmp_path: Path, weights: str) -> None:
+    teacher = {"context": "C ", "eval_baseline": True, "weights": weights}
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "eval": {}, "teacher_model": teacher})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    world = build_environment(["a"], [str(i) for i in range(30)])
+
+    def measure(version: int, number: int, reward: float) -> dict[str, float]:
+        rows = world.rows("eval")[:number]
+
+        async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
+            return [[Rollout(prompt="", reward=1.0)] for _ in rows]
+
+        evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), RunDir(tmp_path))
+        groups = [[Rollout(prompt="", reward=reward)] for _ in rows]
+        values = ("world", world, rows, ModelEndpoint(["s"], "m", version), groups)
+        return anyio.run(evaluator.measure, *values, SamplingConfig(), run)
+
+    measure(0, 30, 0.2)
+    assert measure(4, 20, 0.6)["distill/world/gap_closed"] == 0.0, "compared with version 4"
+    assert measure(6, 30, 0.6)["distill/world/gap_closed"] == pytest.approx(0.5), "compared with version 0"
 
 
 def test_context_environment_uses_outcomes_of_the_student() -> None:
