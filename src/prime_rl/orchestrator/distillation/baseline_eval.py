@@ -240,7 +240,7 @@ class BaselineEvaluator:
         """Scores and gap of each context of the rows, and what training on the others cost it (`interference`)."""
         places: dict[str, list[int]] = {"": list(range(len(rows)))}
         for i, row in enumerate(rows):
-            if (label := self.teacher.contexts.label(row)) is not None:
+            if label := self.teacher.contexts.label(row):
                 places.setdefault(label, []).append(i)
         found: dict[str, float] = {}
         means = baseline.history[version] = dict[str, float]()

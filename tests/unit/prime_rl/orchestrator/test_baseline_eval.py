@@ -346,5 +346,11 @@ def test_contexts_of_rows_are_compared(tmp_path: Path) -> None:
     found = measure(2)
     assert found["a/interference"] == pytest.approx(0.3) and found["b/interference"] == 0.0
     assert found["interference"] == 0.0 and found["b/gap_closed"] == pytest.approx(1.0)
+    rows = [{"info": {"sheet": sheet}} for sheet in ("", "", "a")]
+    scores = {"student": [0.0, 0.0, 0.9]}
+    baseline = Baseline([0.0] * 3, [1.0] * 3, history={0: {"": 0.4}})
+    found = evaluator._compare_contexts(rows, 3, scores, baseline)
+    assert found["a/student/avg"] == 0.9
+    assert found["interference"] == pytest.approx(0.1), "rows without a sheet count once"
     with pytest.raises(ValueError, match=r"this row has no info.sheet \(available: sheets\)"):
         contexts.label({"info": {"sheets": 1}})
