@@ -167,13 +167,16 @@ class EvolveSession:
 
         from prime_rl.generation.resume_log import compute_digest, to_result
         from prime_rl.generation.rollout_jobs import run_rows
+        from rollouts.training.environments.protocol import PERMANENT
 
+        # They count as 0: a reward function that raises for an answer raises for it again.
+        final = (*PERMANENT, "RewardError")
         env = self.config.env[0]
         digests = [compute_digest([row, context]) for row in self.run.digest_rows(env.name or env.id, self.rows)]
         rows = [insert_into_row(row, context, self.config) for row in self.rows]
         block = self._block(number, context)
         missing = [
-            self.resume_log.missing(block + i, digest, self.num_rollouts) if i in set(examples) else []
+            self.resume_log.missing(block + i, digest, self.num_rollouts, final) if i in set(examples) else []
             for i, digest in enumerate(digests)
         ]
         self.is_new |= any(missing)
@@ -185,7 +188,7 @@ class EvolveSession:
         await run_rows(self.environment, rows, missing, self.config, self.endpoint, record)
         results = [result for i in examples for result in self.resume_log.results(block + i, self.num_rollouts)]
         failed = [result for result in results if result.failed]
-        if any(result.is_retryable for result in failed) or (number <= 0 and len(failed) == len(results)):
+        if any(result.failed_beside(final) for result in failed) or (number <= 0 and len(failed) == len(results)):
             raise RuntimeError(
                 f"{len(failed)} of {len(results)} rollouts failed: {failed[-1].error}\n"
                 "  run the same command to retry them"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,11 @@ class Result(msgspec.Struct, kw_only=True):
     @property
     def is_retryable(self) -> bool:
         """Whether it failed with an error that a retry may resolve."""
-        return self.failed and (self.error or "").partition(":")[0] not in PERMANENT
+        return self.failed_beside(PERMANENT)
+
+    def failed_beside(self, final: Collection[str]) -> bool:
+        """Whether it failed with an error of another type than these."""
+        return self.failed and (self.error or "").partition(":")[0] not in final
 
 
 def to_result(rollout: Rollout, number: int) -> Result:
@@ -159,15 +163,15 @@ class ResumeLog:
         self._results[entry.index].update({result.rollout_idx: result for result in entry.results})
         self.elapsed = max(self.elapsed, entry.elapsed)
 
-    def missing(self, index: int, row: str, num_rollouts: int) -> list[int]:
-        """Rollouts of an example still to run: absent, of another row, or failed with a retryable error.
+    def missing(self, index: int, row: str, num_rollouts: int, final: Collection[str] = PERMANENT) -> list[int]:
+        """Rollouts of an example still to run: absent, of another row, or failed with an error not in `final`.
 
         `row` is the digest of the row before its first rollout, as rewards may change a row in place.
         """
         if self._rows.get(index) != row:
             return list(range(num_rollouts))
         results = self._results[index]
-        return [n for n in range(num_rollouts) if n not in results or results[n].is_retryable]
+        return [n for n in range(num_rollouts) if n not in results or results[n].failed_beside(final)]
 
     def add(self, index: int, row: str, results: Sequence[Result], elapsed: float) -> None:
         """Append rollouts of an example; they are on disk when this returns."""

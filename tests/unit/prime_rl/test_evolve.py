@@ -21,7 +21,8 @@ from prime_rl.evolve.search import Candidate, Search, find_front, select_parent
 from prime_rl.generation.session import GenerationRun
 from prime_rl.utils.monitor import build_monitor
 from prime_rl.utils.pydantic_config import parse_argv
-from rollouts.training.environments import load_environment
+from rollouts.training.environments import Environment, load_environment
+from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.metrics import load_jsonl
 
 FACTS = "a3 b7 c1 d0 e5 f2 n4"
@@ -72,8 +73,8 @@ def build_config(output_dir: Path, function: str = "correct_first_key", **keys: 
     return EvolveConfig.model_validate({**values, "output_dir": output_dir, **keys})
 
 
-def run(config: EvolveConfig, api: FakeApi) -> Search:
-    environment = load_environment("facts", config.env[0].args)
+def run(config: EvolveConfig, api: FakeApi, environment: Environment | None = None) -> Search:
+    environment = environment or load_environment("facts", config.env[0].args)
     session = GenerationRun(config, {"facts": environment}, build_monitor(config.output_dir, "evolve"), (api.base_url,))
     return anyio.run(run_search, session, config, config.context, (api.base_url,))
 
@@ -104,6 +105,18 @@ def test_interrupted_search_ends_in_the_same_candidates(api: FakeApi, tmp_path: 
     assert len(api.requests) == total - stop_after, "recorded rollouts are not repeated"
     names = ("candidates.jsonl", "best.md", "summary.json")
     assert all((tmp_path / "a/evolve" / n).read_bytes() == (tmp_path / "b/evolve" / n).read_bytes() for n in names)
+
+
+def test_rewards_that_raise_count_as_zero(api: FakeApi, tmp_path: Path) -> None:
+    def reward(completion: str, answer: str) -> float:
+        return float(int(completion) == int(answer))  # of "?" it raises
+
+    config = build_config(tmp_path, context="a3", max_retries=0)
+    rows = [{"prompt": key, "answer": value} for key, value in ("a3", "b7")]
+    search = run(config, api, PlainEnvironment(rows, reward))
+    assert (search.candidates[0].mean, search.best.mean) == (0.5, 1.0)
+    api.requests.clear()
+    assert run(config, api, PlainEnvironment(rows, reward)).candidates == search.candidates and not api.requests
 
 
 def test_search_stays_in_its_budget_and_continues(api: FakeApi, tmp_path: Path) -> None:
