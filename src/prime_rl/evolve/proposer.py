@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +15,9 @@ import msgspec
 from prime_rl.configuration.imports import import_function
 from prime_rl.generation.rollout_jobs import build_request
 from rollouts.training.agent_integration import completion_text
+from rollouts.training.environments import digest_code
 from rollouts.training.environments.plain import build_request as build_chat_request
+from rollouts.training.environments.resolve import EnvSource
 from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
 
 if TYPE_CHECKING:
@@ -43,6 +47,16 @@ def build_proposer(config: EvolveConfig, client: Any) -> Proposer:
         return text
 
     return propose
+
+
+def digest_proposer(function: str | None) -> str:
+    """Hash of the file of a function and of the files beside it that it imports; "" of a model."""
+    if function is None:
+        return ""
+    import_function(function, "proposer.function")
+    module = function.partition(":")[0]
+    file = sys.modules[module].__file__
+    return digest_code(EnvSource(function, module, file=None if file is None else Path(file)))
 
 
 def _build_model_proposer(config: ProposerConfig, model: str, client: Any, seed: int) -> Proposer:

@@ -16,7 +16,7 @@ from fake_api import FakeApi, serve_api
 from prime_rl.config import RLConfig
 from prime_rl.evolve.config import EvolveConfig
 from prime_rl.evolve.evolve import check_proposer, evolve, format_teacher_options, run_search, show_search
-from prime_rl.evolve.proposer import extract_context
+from prime_rl.evolve.proposer import digest_proposer, extract_context
 from prime_rl.evolve.search import Candidate, Search, find_front, select_parent
 from prime_rl.generation.session import GenerationRun
 from prime_rl.utils.monitor import build_monitor
@@ -188,6 +188,16 @@ def test_search_ends_when_the_proposer_repeats_itself(api: FakeApi, tmp_path: Pa
     assert statuses == ["accepted", "rejected", *["duplicate"] * 3]
     again = run(config, api)
     assert [c.status.value for c in again.candidates] == statuses, "a resumed search ends at the same place"
+
+
+def test_digest_of_a_function_follows_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = list[str]()
+    for text in ("one", "two"):
+        (tmp_path / f"propose_{text}.py").write_text("from proposals import propose\n")
+        (tmp_path / "proposals.py").write_text(f"def propose(context, examples, rng):\n    return {text!r}\n")
+        digests.append(digest_proposer(f"propose_{text}:propose"))
+    assert "" not in digests and len({*digests}) == 2 and digest_proposer(None) == ""
 
 
 def test_model_proposer_reads_examples_and_seeds_repeat(api: FakeApi, tmp_path: Path) -> None:
