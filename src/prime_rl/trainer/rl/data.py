@@ -106,10 +106,10 @@ def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int, en
             )
         if sample.sampling_support:
             check_supports(sample.sampling_support, sample.tokens, vocab_size)
-    check_teacher(samples, loss)
+    check_teacher(samples, loss, vocab_size)
 
 
-def check_teacher(samples: Sequence[Sample], loss: LossConfig) -> None:
+def check_teacher(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) -> None:
     """Raise `ValueError` when the teacher log-probs of a batch do not match the loss."""
     num_scored = sum(sample.teacher_logprobs is not None for sample in samples)
     need = loss.needs_teacher
@@ -136,4 +136,11 @@ def check_teacher(samples: Sequence[Sample], loss: LossConfig) -> None:
             raise ValueError(
                 f'loss.distill.estimator is "{loss.distill.estimator}" but the teacher scored {scored}: set '
                 f"orchestrator.teacher_model.top_logprobs = {top_logprobs}, or start both by rl"
+            )
+        fits = max(memoryview(table.ids).cast("i")) < vocab_size if table.ids else table.k == vocab_size
+        if not fits:
+            raise ValueError(
+                f"the teacher's vocabulary has another size than the student's {vocab_size}, which "
+                f'loss.distill.estimator = "{loss.distill.estimator}" cannot compare: set estimator = "token", or '
+                "choose a teacher whose config.json has the same vocab_size"
             )

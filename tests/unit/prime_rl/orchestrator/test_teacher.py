@@ -685,6 +685,22 @@ def test_batch_with_wrong_teacher_table_raises() -> None:
         check_batch([sample, narrow], auto, 320)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "table"),
+    [
+        ("full", TeacherTable(384, array("f", [-6.0] * 384).tobytes())),
+        ("topk+tail", TeacherTable(2, bytes(8), array("i", [5, 320]).tobytes(), bytes(4))),
+    ],
+)
+def test_teacher_with_a_wider_vocabulary_is_refused(estimator: str, table: TeacherTable) -> None:
+    sample = Sample(prompt="", tokens=[1, 2], loss_mask=[0, 1.0], inference_logprobs=[0, -1], advantages=[0, 1])
+    sample.teacher_logprobs, sample.teacher_table = [0.0, -1.0], table
+    config = LossConfig(teacher_tau=1.0, distill={"estimator": estimator, "k": 2})  # type: ignore[arg-type]
+    check_batch([sample], config, 384)
+    with pytest.raises(ValueError, match="another size than the student's 320, which"):
+        check_batch([sample], config, 320)
+
+
 def test_server_name_matches_log(tmp_path: Path) -> None:
     assert InferenceConfig().name == "inference"
     assert ClientConfig().base_url, "a student's client has an address by default, a teacher's has none"
