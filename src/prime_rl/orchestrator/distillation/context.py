@@ -80,7 +80,7 @@ def check_context(value: Any) -> Context | None:
 
 
 def look_up(row: Mapping[str, Any], path: str, where: str) -> str:
-    """The value at a dotted path of a row as text; `ValueError` if there is none."""
+    """The value at a dotted path of a row as text, of a list or dict as JSON; `ValueError` if there is none."""
     value: Any = row
     for key in path.split("."):
         if isinstance(value, str):  # environments store `info` as JSON text
@@ -92,7 +92,9 @@ def look_up(row: Mapping[str, Any], path: str, where: str) -> str:
             known = ", ".join(sorted(value)) if isinstance(value, Mapping) else "nothing"
             raise ValueError(f"{where}: this row has no {path} (available: {known})")
         value = value[key]
-    return str(value)
+    if value is None:  # `datasets` also fills keys that other rows have
+        raise ValueError(f"{where}: {path} of this row is null: give it a value, or leave the row out")
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
 
 
 def fill_template(template: str, row: Mapping[str, Any], fields: Mapping[str, str]) -> str:

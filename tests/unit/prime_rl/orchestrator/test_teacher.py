@@ -475,6 +475,9 @@ def test_context_sources(tmp_path: Path) -> None:
     assert fill_template("{{example.info.hint}}", {"info": '{"hint": 8}'}, {}) == "8"
     with pytest.raises(ValueError, match=r"no info\.clue \(available: hint\)"):
         fill_template("{{example.info.clue}}", row, {})
+    assert fill_template("{{example.steps}}", {"steps": ["Größe", {"a": None}]}, {}) == '["Größe", {"a": null}]'
+    with pytest.raises(ValueError, match=r"info\.hint of this row is null"):
+        fill_template("{{example.info.hint}}", {"info": {"hint": None}}, {})
     (tmp_path / "c.md").write_text("from a file\n")
     config = OrchestratorConfig.model_validate(
         {
