@@ -77,9 +77,10 @@ def extract_context(reply: str, is_cut: bool = False) -> str:
     """The text of the last fenced block of a reply, of one without its end, else the whole reply.
 
     Inside of a block, a fence with a language opens another one; so does one without, if the block has a language and
-    pairs of such fences follow. "" if the reply was cut inside of a block.
+    pairs of such fences follow. Thoughts before the reply are left out. "" if the reply was cut inside of a block or of
+    its thoughts, or before any block.
     """
-    lines, found = reply.split("\n"), None
+    lines, found = drop_thoughts(reply).split("\n"), None
     fences = [(number, match) for number, line in enumerate(lines) if (match := FENCE.match(line))]
     opened: list[tuple[int, re.Match[str]]] = []
     for i, (number, fence) in enumerate(fences):
@@ -102,11 +103,23 @@ def extract_context(reply: str, is_cut: bool = False) -> str:
         opened.pop()
         if not opened:
             found = [*lines[first + 1 : number], fence[1]]
-    if opened and is_cut:
+    if is_cut and (opened or found is None):
         return ""
     if found is None:
         found = lines[opened[0][0] + 1 :] if opened else lines
     return "\n".join(found).strip()
+
+
+def drop_thoughts(reply: str) -> str:
+    """The reply after the thoughts of a server without a reasoning parser; "" inside of them.
+
+    The chat template may have opened them. Tags further down are text of the context.
+    """
+    thoughts, end, rest = reply.partition("</think>")
+    if thoughts.lstrip().startswith("<think>"):
+        return rest
+    ends_line = end and not rest.partition("\n")[0].strip()
+    return rest if ends_line and "<think>" not in thoughts else reply
 
 
 def describe_result(prompt: Any, result: Result) -> dict[str, Any]:

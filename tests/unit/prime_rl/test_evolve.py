@@ -237,16 +237,21 @@ def test_model_proposer_reads_examples_and_seeds_repeat(api: FakeApi, tmp_path: 
         ("```\nUse ```x``` here.\n```", "Use ```x``` here."),
         ("```md\nUse:\n```\ncode\n```\nend\n```", "Use:\n```\ncode\n```\nend"),
         ("```md\nA\n```\nor\n```md\nB\n```\nor\n```md\nC\n```", "C"),
+        ("<think>\n```\nno\n```\nHm.\n</think>\n\nyes", "yes"),
+        ("Hm: ```no```\n</think>\n```\nyes\n```", "yes"),
+        ("\n<think>\n```\nno\n```\nHm.", ""),
+        ("Think in <think> and </think>.", "Think in <think> and </think>."),
+        ("```\nEnd with </think>.\n```", "End with </think>."),
     ],
 )
 def test_last_fenced_block_is_the_context(reply: str, context: str) -> None:
     assert extract_context(reply) == context
 
 
-def test_reply_that_is_cut_inside_a_block_is_empty() -> None:
+def test_reply_that_is_cut_before_its_end_is_empty() -> None:
     assert extract_context("```\na\n```\nNew:\n```\nx", is_cut=True) == ""
     assert extract_context("```\na\n```\nThis is", is_cut=True) == "a"
-    assert extract_context("plain", is_cut=True) == "plain"
+    assert extract_context("Half of a", is_cut=True) == extract_context("<think>Half of a", is_cut=True) == ""
 
 
 @pytest.mark.parametrize(
