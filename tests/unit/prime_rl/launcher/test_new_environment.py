@@ -31,6 +31,7 @@ def test_the_written_files_fit_together(
     environment = load_environment(env.id, env.args)
     train, held_out = environment.rows(), environment.rows("eval")
     assert len(train) > len(held_out) > 0 and len(train[0]["answer"]) == env.args["length"]
+    assert not {row["answer"] for row in train} & {row["answer"] for row in held_out}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
     done = subprocess.run(tests, capture_output=True, text=True, cwd=tmp_path)
     assert "2 passed" in done.stdout, done.stdout
