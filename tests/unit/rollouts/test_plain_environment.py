@@ -69,6 +69,23 @@ def test_conversation_ends_on_empty_reply_or_max_turns() -> None:
     assert (rollout.num_turns, rollout.status, rollout.stop_reason) == (3, Status.TRUNCATED, "max_turns")
 
 
+def test_scoring_has_a_timeout_of_its_own() -> None:
+    deadlines = list[float]()
+
+    def respond(messages: list[Any], row: dict[str, Any], state: dict[str, Any]) -> list[Any]:
+        deadlines.append(anyio.current_effective_deadline())
+        return []
+
+    async def reward(completion: str) -> float:
+        deadlines.append(anyio.current_effective_deadline())
+        return 1.0
+
+    environment = PlainEnvironment(ROWS, reward, respond=respond)
+    environment.timeout_s = 100.0
+    _, [rollout] = run(environment, "5")
+    assert rollout.reward == 1.0 and deadlines[0] < deadlines[1]
+
+
 def test_rewards_have_stable_and_distinct_names() -> None:
     class Judge:
         def __call__(self, answer: str) -> float:

@@ -87,10 +87,16 @@ class PlainEnvironment:
         """See `Environment.run_group`."""
 
         async def attempt(args: dict[str, Any]) -> Any:
-            rollout, own_client = _open_rollout(row, args), open_conversation(client)
+            rollout, own_client, state = _open_rollout(row, args), open_conversation(client), dict[str, Any]()
+            run, started = self.agent or self._run_turns, time.perf_counter()
             error = await run_with_timeout(
-                self.timeout_s, "the rollout", lambda: self._attempt(rollout, row, own_client, model, args)
+                self.timeout_s, "the rollout", lambda: run(rollout, row, state, own_client, model, args)
             )
+            generated = time.perf_counter()
+            rollout.generation_ms = 1e3 * (generated - started)
+            if not isinstance(error, Exception):
+                error = await run_with_timeout(self.timeout_s, "scoring", lambda: self._finish(rollout, row, state))
+                rollout.scoring_ms = 1e3 * (time.perf_counter() - generated)
             rollout.num_sampled = getattr(own_client, "num_sampled", 0)
             if isinstance(error, Exception):
                 rollout.status, (rollout.error_type, rollout.error) = Status.FAILED, describe_failure(error)
@@ -105,15 +111,10 @@ class PlainEnvironment:
             tries[-1].num_sampled = sum(rollout.num_sampled for rollout in tries)
         return [tries[-1] for tries in attempts]
 
-    async def _attempt(self, rollout: Rollout, row: Row, client: Any, model: str, args: dict[str, Any]) -> None:
-        state: dict[str, Any] = {}
-        started = time.perf_counter()
-        await (self.agent or self._run_turns)(rollout, row, state, client, model, args)
-        generated = time.perf_counter()
+    async def _finish(self, rollout: Rollout, row: Row, state: dict[str, Any]) -> None:
         if self.score:
             await self._score(rollout, row, state)
         rollout.feedback = read_feedback(state)
-        rollout.generation_ms, rollout.scoring_ms = 1e3 * (generated - started), 1e3 * (time.perf_counter() - generated)
 
     async def _run_turns(
         self, rollout: Rollout, row: Row, state: dict[str, Any], client: Any, model: str, args: dict[str, Any]
