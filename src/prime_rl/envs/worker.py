@@ -54,6 +54,7 @@ class Loaded(msgspec.Struct, tag=True):
     """Response to `Load`, with an error if loading failed."""
 
     error: str | None = None
+    builds_prompts: bool = False
 
 
 class GroupRequest(msgspec.Struct, tag=True):
@@ -344,7 +345,7 @@ def main() -> int:
     gc.freeze()  # exclude loaded libraries from garbage collection
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the connection
     try:
-        send_frame(control, encode(Loaded()))
+        send_frame(control, encode(Loaded(builds_prompts=getattr(environment, "builds_prompts", False))))
     except BrokenPipeError:  # the parent was stopped meanwhile
         return 0
     asyncio.run(Worker(environment, Heartbeat(heartbeat_fd)).serve(socket.socket(fileno=work_fd), control))

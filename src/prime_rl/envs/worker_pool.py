@@ -75,6 +75,11 @@ class EnvironmentWorkers:
         """Process ids of the workers."""
         return [worker.process.pid for worker in self._workers]
 
+    @property
+    def builds_prompts(self) -> bool:
+        """Whether the prompts of the rows are never sent; see `require_row_prompts`."""
+        return any(worker.builds_prompts for worker in self._workers)
+
     # before the event loop
 
     def wait_ready(self) -> None:

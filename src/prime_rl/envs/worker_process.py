@@ -53,6 +53,7 @@ class WorkerProcess:
         self.pending: dict[int, asyncio.Future[list[Rollout] | GroupFailure]] = {}
         self.channel: FrameChannel | None = None
         self._beats, self._beat_seen = -1, time.monotonic()
+        self.builds_prompts = False
         self._token = secrets.token_hex(8)
         paths = os.pathsep.join(path for path in sys.path if path)
         (self._work, work), (self._control, control) = socket.socketpair(), socket.socketpair()
@@ -97,7 +98,7 @@ class WorkerProcess:
         if reply.error is not None:
             raise ValueError(reply.error)
         self._control.settimeout(None)
-        self.ready = True
+        self.ready, self.builds_prompts = True, reply.builds_prompts
 
     def read_rows(self, split: str) -> RowsReply:
         """Request the rows of a split (blocking); `WorkerDied` if the worker exited."""

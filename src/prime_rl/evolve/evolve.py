@@ -91,9 +91,11 @@ async def run_search(run: GenerationRun, config: EvolveConfig, context: str, bas
     from prime_rl.generation.model_server import connect
     from prime_rl.generation.resume_log import ResumeLog, compute_digest
     from prime_rl.generation.rollout_jobs import ModelEndpoint, choose_rows
+    from rollouts.training.environments.protocol import require_row_prompts
 
     [env] = config.env
     environment, folder = run.environments[env.name or env.id], RunDir(config.output_dir).evolve
+    require_row_prompts(environment, "evolve cannot insert a context")
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(connect(config.client, base_urls))
         servers = config.proposer.client.base_url

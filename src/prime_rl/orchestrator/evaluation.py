@@ -25,6 +25,7 @@ from prime_rl.generation.rollout_jobs import ModelEndpoint, choose_rows, run_env
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator, HeldOutEnvironment, fingerprint
 from prime_rl.runtime.run_dir import Attempts, RunDir
+from rollouts.training.environments.protocol import require_row_prompts
 from rollouts.training.metrics import load_jsonl
 
 if TYPE_CHECKING:
@@ -243,6 +244,9 @@ def build_evaluations(
         for schedule in (schedule for schedule in schedules if schedule.kind is EvalKind.EVAL):
             for env in schedule.config.env:
                 name = env.name or env.id
+                if teacher.contexts.role(name) == "context":
+                    use = "teacher_model.eval_baseline cannot insert the context, leave it out"
+                    require_row_prompts(schedule.environments[name], use)
                 rows = choose_rows(schedule.environments[name], env, schedule.config)
                 teacher.contexts.check_eval_rows(name, rows)
         baseline_evaluator = BaselineEvaluator(teacher, RunDir(config.output_dir))

@@ -59,7 +59,9 @@ async def synthesize_environment(
     from prime_rl.generation.rollout_jobs import choose_rows
     from prime_rl.generation.session import run_missing
     from prime_rl.synthesize.rows import choose_results
+    from rollouts.training.environments.protocol import require_row_prompts
 
+    require_row_prompts(environment, "synthesize cannot write its games as conversations of one model")
     name, root = env.name or env.id, RunDir(config.output_dir).synthesize
     rows = choose_rows(environment, env, config, config.split)
     folder = _find_rollouts(root) / name.replace("/", "_")

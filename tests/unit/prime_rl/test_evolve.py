@@ -284,6 +284,12 @@ def test_context_beyond_the_window_is_found_first(tmp_path: Path) -> None:
         evolve(config)
 
 
+def test_games_that_write_their_prompts_are_refused(api: FakeApi, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="writes the prompt of every move itself: evolve cannot insert a context"):
+        run(build_config(tmp_path), api, load_environment("nim"))
+    assert not api.requests
+
+
 def test_budget_below_the_first_context(api: FakeApi, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"budget = 2 is less than the \d rollouts of the first context: raise it"):
         run(build_config(tmp_path, budget=2), api)

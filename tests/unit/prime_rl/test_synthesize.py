@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -130,6 +131,13 @@ def test_an_interrupted_split_is_not_reused_for_the_other(api: FakeApi, tmp_path
     for split, num_requests in (("train", 1), ("train", 1), ("eval", 2)):
         make_data("single", api, tmp_path, remove=False, split=split)
         assert len(api.requests) == num_requests
+
+
+def test_games_of_several_seats_are_refused(tmp_path: Path) -> None:
+    config = SynthesizeConfig.model_validate({"env": [{"id": "nim"}], "model": {"name": "m"}, "output_dir": tmp_path})
+    game, anything = load_environment("nim"), SimpleNamespace()
+    with pytest.raises(ValueError, match="'nim' writes the prompt of every move itself: synthesize cannot"):
+        anyio.run(synthesize_environment, anything, config, config.env[0], game, anything)
 
 
 def test_all_environments_are_training_data(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ class HeldOutEnvironment(ContextEnvironment):
 
     def __init__(self, environment: Environment, training_prompts: Set[str], name: str) -> None:
         self.id, self._environment = environment.id, environment
+        self.builds_prompts = getattr(environment, "builds_prompts", False)
         examples = environment.rows("eval")
         self._rows = [row for row in examples if fingerprint(row) not in training_prompts]
         if examples and not self._rows:

@@ -49,6 +49,12 @@ class Environment(Protocol):
         """
 
 
+def require_row_prompts(environment: Environment, use: str) -> None:
+    """`ValueError` for an environment whose games write the prompts, so that those of the rows are never sent."""
+    if getattr(environment, "builds_prompts", False):
+        raise ValueError(f"environment {environment.id!r} writes the prompt of every move itself: {use}")
+
+
 class EnvironmentNotLoaded(ValueError):
     """A factory could not make its environment, for a reason that its text explains."""
 

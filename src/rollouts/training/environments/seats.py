@@ -46,6 +46,8 @@ class SeatEnvironment(PlainEnvironment):
     every seat has a metric `reward_<seat>`. A game of more than `max_turns` moves is truncated.
     """
 
+    builds_prompts = True
+
     def __init__(
         self,
         dataset: Iterable[Mapping[str, Any]],

@@ -13,7 +13,7 @@ from loguru import logger
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.eval.config import EvalConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator
+from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator, HeldOutEnvironment
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import Teacher
 from prime_rl.orchestrator.evaluation import (
@@ -26,7 +26,7 @@ from prime_rl.orchestrator.evaluation import (
 )
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.agent_integration import Rollout
-from rollouts.training.environments import PlainEnvironment
+from rollouts.training.environments import PlainEnvironment, load_environment
 
 
 class BrokenEnvironment:
@@ -114,6 +114,9 @@ def test_contexts_of_evaluation_rows_are_checked_first(tmp_path: Path, teacher: 
     anything: Any = SimpleNamespace()
     with pytest.raises(ValueError, match=message):
         build_evaluations(config, [schedule], anything, anything, scorer)
+    game = HeldOutEnvironment(load_environment("nim"), set(), "world")
+    with pytest.raises(ValueError, match="eval_baseline cannot insert the context, leave it out"):
+        build_evaluations(config, [build_schedule(game, tmp_path)], anything, anything, scorer)
 
 
 def test_a_validation_may_have_many_rollouts_of_an_example(tmp_path: Path) -> None:
