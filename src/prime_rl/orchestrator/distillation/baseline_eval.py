@@ -181,6 +181,7 @@ class BaselineEvaluator:
             is_live = self._weights == "live"
             scores["teacher"] = scores["student"] if is_live else baseline.teacher_plain
             scores["teacher_context"] = scores["student_context"] if is_live else baseline.teacher
+        teacher_groups = context_groups if self._weights == "live" else answers["teacher_context"]
         if self._weights == "live":
             del answers["teacher_context"]  # the same as the student's
         folder = self.run_dir.eval_dir(name, version)
@@ -194,6 +195,9 @@ class BaselineEvaluator:
         found |= await anyio.to_thread.run_sync(self._compare_contexts, rows, version, scores, baseline)
         self._save_baseline(name, rows, baseline)
         if self._can_compare(name, sampling):
+            if self._weights != "frozen" or not baseline.teacher_samples:
+                context_rows = context_environment.rows("eval")
+                baseline.teacher_samples = await self._swap_prompts(teacher_groups, rows, context_rows)
             found |= await self._divergences(name, rows, groups, baseline)
         found["collapsed"] = float(self._is_collapsed(name, found, baseline))
         if version == 0:
@@ -226,7 +230,6 @@ class BaselineEvaluator:
         is_outcome = self.teacher.contexts.context_from(name) in ("sibling", "feedback")
         if version and (self._weights != "frozen" or is_outcome):  # it, or its context, has changed since
             baseline.teacher = saved_teacher or baseline.teacher
-        baseline.teacher_samples = await self._swap_prompts(groups, environment.rows("eval"))
         return baseline
 
     def _has_larger_window(self, groups: Groups) -> bool:
@@ -308,18 +311,27 @@ class BaselineEvaluator:
     def _baseline_path(self, name: str) -> Path:
         return self.run_dir.evals / f"baseline_{name.replace('/', '_')}.json"
 
-    async def _swap_prompts(self, groups: Groups, rows: Sequence[Row]) -> list[tuple[Sample, list[int], int]]:
-        """The teacher's single-turn samples with the student's prompt instead of the teacher's."""
+    async def _swap_prompts(
+        self, groups: Groups, rows: Sequence[Row], context_rows: Sequence[Row]
+    ) -> list[tuple[Sample, list[int], int]]:
+        """The teacher's samples with the student's prompt, that of `rows`, instead of the one of `context_rows`.
+
+        Samples with another prompt, such as later ones of a conversation, are left out.
+        """
         found = []
-        for group, row in zip(groups, rows, strict=False):
+        for group, row, context_row in zip(groups, rows, context_rows, strict=False):
             for sample in (sample for rollout in group for sample in rollout_to_samples(rollout)):
                 chat_request = sample.metadata.get("chat_request")
                 if chat_request is None:
                     continue
                 key = "prompt" if "prompt" in chat_request else "messages"
                 start = sample.loss_mask.index(1.0)
-                prompt = await self.teacher.render({**chat_request, key: row["prompt"]}, self.clients[0])
-                found.append((sample, [*prompt, *sample.tokens[start:]], len(prompt)))
+                prompts = (chat_request[key], context_row["prompt"], row["prompt"])
+                sent, shown, prompt = [
+                    await self.teacher.render({**chat_request, key: one}, self.clients[0]) for one in prompts
+                ]
+                if sent == shown:
+                    found.append((sample, [*prompt, *sample.tokens[start:]], len(prompt)))
         return found
 
     def _can_compare(self, name: str, sampling: SamplingConfig) -> bool:
@@ -339,7 +351,7 @@ class BaselineEvaluator:
         self, name: str, rows: Sequence[Row], groups: Groups, baseline: Baseline
     ) -> dict[str, float]:
         """KL(student || teacher) on student samples, KL(teacher || student) on teacher samples, and the entropy."""
-        reverse, entropy = await self._reverse_kl(name, rows, groups)
+        reverse, entropy, num_answers = await self._reverse_kl(name, rows, groups)
         forward: list[float] = []
         for sample, tokens, start in baseline.teacher_samples:
             scored = await self._student.score(tokens, start)
@@ -352,12 +364,12 @@ class BaselineEvaluator:
         metrics = {key: statistics.fmean(values) for key, values in found.items() if values}
         if reverse:
             metrics["kl_rev_k3"] = estimate_k3(reverse)
-            metrics["kl_rev_sequence"] = sum(reverse) / max(1, sum(len(group) for group in groups))
+            metrics["kl_rev_sequence"] = sum(reverse) / num_answers
         return metrics
 
-    async def _reverse_kl(self, name: str, rows: Sequence[Row], groups: Groups) -> tuple[list[float], list[float]]:
-        """ls - lt of every sampled token, and -ls."""
-        gaps, entropy = list[float](), list[float]()
+    async def _reverse_kl(self, name: str, rows: Sequence[Row], groups: Groups) -> tuple[list[float], list[float], int]:
+        """ls - lt of every sampled token, and -ls; the number of scored answers."""
+        gaps, entropy, scored = list[float](), list[float](), set[tuple[int, int | None]]()
         for number, (group, row) in enumerate(zip(groups, rows, strict=False)):
             samples = [
                 sample
@@ -370,12 +382,14 @@ class BaselineEvaluator:
                 sample.metadata["feedback"] = group[sample.index].feedback
             client = self.clients[number % len(self.clients)]
             for sample in await self.teacher.score_group(samples, name, row, client):
+                if sample.teacher_logprobs is not None:
+                    scored.add((number, sample.index))
                 streams = (sample.inference_logprobs or [], sample.teacher_logprobs or [], sample.loss_mask)
                 for ls, lt, mask in zip(*streams, strict=False):
                     if mask > 0:
                         gaps.append(ls - lt)
                         entropy.append(-ls)
-        return gaps, entropy
+        return gaps, entropy, len(scored)
 
     def _is_collapsed(self, name: str, found: Mapping[str, float], baseline: Baseline) -> bool:
         """Whether the student collapses; logs a warning."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ import anyio
 import pytest
 from loguru import logger
 
-from prime_rl.client.scoring import TokenScorer
+from prime_rl.client.scoring import ScoredTokens, TokenScorer
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.generation.rollout_jobs import ModelEndpoint
 from prime_rl.orchestrator.config import OrchestratorConfig
@@ -26,6 +26,7 @@ from prime_rl.orchestrator.distillation.baseline_eval import (
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import Teacher
 from prime_rl.runtime.run_dir import RunDir
+from rollouts.agents import Turn
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import Environment
 from rollouts.training.environments.plain import PlainEnvironment
@@ -116,8 +117,9 @@ def test_divergences_are_over_the_tokens_with_loss(tmp_path: Path) -> None:
     baseline_evaluator = BaselineEvaluator(teacher, RunDir(tmp_path))
     baseline_evaluator.teacher, baseline_evaluator.clients = teacher, ["student"]
     row = build_environment(["a"], ["b"]).rows("eval")[0]
-    rollouts = [[Rollout(prompt=row["prompt"], reward=1.0)]]
+    rollouts = [[Rollout(prompt=row["prompt"], reward=1.0), Rollout(prompt="", status=Status.FAILED)]]
     found = anyio.run(baseline_evaluator._divergences, "world", [row], rollouts, Baseline())
+    assert found["kl_rev_sequence"] == pytest.approx(0.5 - 1.0), "of the one answer that was scored"
     assert found["kl_rev"] == pytest.approx((0.5 - 1.0) / 2) and found["entropy"] == pytest.approx((1.0 + 2.0) / 2)
 
 
@@ -289,6 +291,49 @@ def test_baseline_of_other_examples_is_kept(tmp_path: Path, weights: str) -> Non
     measure(0, 30, 0.2)
     assert measure(4, 20, 0.6)["distill/world/gap_closed"] == 0.0, "compared with version 4"
     assert measure(6, 30, 0.6)["distill/world/gap_closed"] == pytest.approx(0.5), "compared with version 0"
+
+
+class RenderingTeacher(ScriptedTeacher):
+    async def render(self, chat_request: Mapping[str, Any], client: Any) -> list[int]:
+        return [*"".join(message["content"] for message in chat_request["messages"]).encode()]
+
+
+@pytest.mark.parametrize("weights", ["frozen", "ema", "live"])
+def test_samples_of_the_teacher_follow_its_weights(tmp_path: Path, weights: str) -> None:
+    """They have the student's prompt; later prompts of a conversation are not that of the row."""
+    teacher = {"context": "C ", "eval_baseline": True, "weights": weights}
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "eval": {}, "teacher_model": teacher})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), RunDir(tmp_path))
+    evaluator.teacher = RenderingTeacher(contexts, TokenScorer([], "m"), "m")
+    world = build_environment(["a"], ["b"])
+    scored: list[list[int]] = []
+
+    async def score(tokens: list[int], start: int) -> ScoredTokens:
+        scored.append(tokens)
+        return ScoredTokens([-1.0] * (len(tokens) - start), 0)
+
+    evaluator._student.score = score  # type: ignore[method-assign, assignment]
+
+    def measure(version: int) -> list[list[int]]:
+        async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
+            [row] = environment.rows("eval")
+            later = [{"role": "user", "content": "later"}]
+            turns = [
+                Turn([*messages[0]["content"].encode()], [version], [-0.5], chat_request={"messages": messages})
+                for messages in (row["prompt"], later)
+            ]
+            return [[Rollout(prompt="", reward=1.0, turns=turns)]]
+
+        scored.clear()
+        groups = [[Rollout(prompt="", reward=0.0)]]
+        values = ("world", world, world.rows("eval"), ModelEndpoint(["s"], "m", version), groups)
+        anyio.run(evaluator.measure, *values, SamplingConfig(), run)
+        return list(scored)
+
+    assert measure(0) == [[*b"b", 0]]
+    assert measure(4) == [[*b"b", 0 if weights == "frozen" else 4]]
 
 
 def test_context_environment_uses_outcomes_of_the_student() -> None:
