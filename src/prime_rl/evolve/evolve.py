@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from prime_rl.generation.resume_log import ResumeLog
     from prime_rl.generation.rollout_jobs import ModelEndpoint
     from prime_rl.generation.session import GenerationRun
+    from rollouts.training.agent_integration import Rollout
     from rollouts.training.environments import Environment
 
 
@@ -187,7 +188,11 @@ class EvolveSession:
             results = [to_result(rollout, number) for number, rollout in zip(numbers, rollouts, strict=True)]
             self.resume_log.add(block + index, digests[index], results, 0.0)
 
-        await run_rows(self.environment, rows, missing, self.config, self.endpoint, record)
+        groups = await run_rows(self.environment, rows, missing, self.config, self.endpoint, record)
+        if not all(shows_context(rollout, context) for group in groups for rollout in group):
+            raise ValueError(
+                f"environment {env.id!r} does not send the prompts of its rows, so evolve cannot insert a context"
+            )
         results = [result for i in examples for result in self.resume_log.results(block + i, self.num_rollouts)]
         failed = [result for result in results if result.failed]
         if any(result.failed_beside(final) for result in failed) or (number <= 0 and len(failed) == len(results)):
@@ -241,6 +246,15 @@ class EvolveSession:
                 f"best={best.mean:.4f} rollouts={search.num_rollouts}"
             )
         self.is_new = False
+
+
+def shows_context(rollout: Rollout, context: str) -> bool:
+    """Whether a request of the rollout contains the context; True if the server does not report requests."""
+    import msgspec
+
+    text = msgspec.json.encode(context)[1:-1]
+    requests = [msgspec.json.encode(turn.chat_request) for turn in rollout.turns if turn.chat_request is not None]
+    return not requests or any(text in request for request in requests)
 
 
 def insert_into_row(row: Mapping[str, Any], context: str, config: EvolveConfig) -> dict[str, Any]:

@@ -15,12 +15,21 @@ from fake_api import FakeApi, serve_api
 
 from prime_rl.config import RLConfig
 from prime_rl.evolve.config import EvolveConfig
-from prime_rl.evolve.evolve import check_proposer, evolve, format_teacher_options, run_search, show_search
+from prime_rl.evolve.evolve import (
+    check_proposer,
+    evolve,
+    format_teacher_options,
+    run_search,
+    show_search,
+    shows_context,
+)
 from prime_rl.evolve.proposer import digest_proposer, extract_context
 from prime_rl.evolve.search import Candidate, Search, find_front, select_parent
 from prime_rl.generation.session import GenerationRun
 from prime_rl.utils.monitor import build_monitor
 from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.agents import Turn
+from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import Environment, load_environment
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.metrics import load_jsonl
@@ -288,6 +297,17 @@ def test_games_that_write_their_prompts_are_refused(api: FakeApi, tmp_path: Path
     with pytest.raises(ValueError, match="writes the prompt of every move itself: evolve cannot insert a context"):
         run(build_config(tmp_path), api, load_environment("nim"))
     assert not api.requests
+
+
+def test_requests_without_the_context_are_noticed() -> None:
+    def build_rollout(*requests: dict[str, Any] | None) -> Rollout:
+        return Rollout(prompt="", turns=[Turn([1], [2], [-1.0], chat_request=request) for request in requests])
+
+    title: dict[str, Any] = {"messages": [{"role": "user", "content": "Name this."}]}
+    task = {"messages": [{"role": "system", "content": [{"type": "text", "text": 'Say "é"\nand stop.'}]}]}
+    assert shows_context(build_rollout(title, task), 'Say "é"\nand') and shows_context(build_rollout(title), "")
+    assert shows_context(build_rollout(), "C") and shows_context(build_rollout(None), "C")
+    assert not shows_context(build_rollout(title, None), "C")
 
 
 def test_budget_below_the_first_context(api: FakeApi, tmp_path: Path) -> None:
