@@ -4,9 +4,13 @@
 #include "amx.h"
 
 enum {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  WIDEN = 1 << 30, /* one instruction widens a vector, and a widened panel would exceed the first cache */
+#else
+  WIDEN = 12, /* minimum rows for which widening a bf16 panel once is cheaper */
+#endif
   BATCH = 96,      /* rows per batch of a long GEMM: they stay in the CPU cache while all panels are read, see `batch_of` */
-  AMX_BATCH = 256, /* the same, see `batch_of` */
-  WIDEN = 12       /* minimum rows for which widening a bf16 panel once is cheaper */
+  AMX_BATCH = 256  /* the same, see `batch_of` */
 };
 
 static void add_bias(float *out, int64_t stride, const float *bias, int64_t rows, int64_t columns) {

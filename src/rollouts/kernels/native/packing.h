@@ -108,7 +108,7 @@ static void quantize_group(const float *x, int64_t count, int8_t *out, float *sc
   *scale = most / (127.f * 8.f) + sum(bad); /* 8: the transform has length sqrt(SPREAD) */
   for (int i = 0; i < num; i++) {
     ivec bits = (ivec)fma_of(v[i], inverse, all(12582912.f)) - 0x4B400000; /* to nearest by 1.5 * 2^23 */
-    *(bvec *)(out + i * LANES) = __builtin_convertvector(bits, bvec);
+    store_bytes(out + i * LANES, bits);
     total += bits;
   }
   *sum_of = 0;

@@ -123,20 +123,30 @@ TILES_OF(fp32, FP32)
 TILES_OF(bf16, BF16)
 TILES_OF(dots, DOTS)
 
-/* sum + the four products of each lane; w has unsigned bytes, x signed ones. */
+/* Whether `dot4` takes weights as signed bytes: AVX2 has no sums of products of unsigned ones that cannot overflow. */
+#if defined(__AVX2__) && LANES == 8 && !defined(__AVXVNNI__)
+#define SIGNED_WEIGHTS 1
+#else
+#define SIGNED_WEIGHTS 0
+#endif
+
+/* Weights as `dot4` takes them; those of a panel have 128 added. */
+ALWAYS ivec dot_weights(vec packed) { return SIGNED_WEIGHTS ? (ivec)packed ^ (int32_t)0x80808080 : (ivec)packed; }
+
+/* sum + the four products of each lane; w is of `dot_weights`, x has signed bytes of at most 127. */
 ALWAYS ivec dot4(ivec sum, ivec w, ivec x) {
 #if defined(__AVX512VNNI__) && LANES == 16
   return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 #elif defined(__AVXVNNI__) && LANES == 8
   return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#elif SIGNED_WEIGHTS /* pairs of products have 16 bits: |w| times x with the sign of w */
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8((__m256i)x, (__m256i)w));
+  return sum + (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
   ivec even = w & 0x00ff00ff, odd = (ivec)((uvec)w >> 8) & 0x00ff00ff;
 #if defined(__AVX512BW__) && LANES == 16 /* madd: two products of 16 bits per lane */
   __m512i high = _mm512_srai_epi16((__m512i)x, 8), low = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)x, 8), 8);
   return sum + (ivec)_mm512_madd_epi16((__m512i)even, low) + (ivec)_mm512_madd_epi16((__m512i)odd, high);
-#elif defined(__AVX2__) && LANES == 8
-  __m256i high = _mm256_srai_epi16((__m256i)x, 8), low = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8);
-  return sum + (ivec)_mm256_madd_epi16((__m256i)even, low) + (ivec)_mm256_madd_epi16((__m256i)odd, high);
 #else
   sum += (even & 0xffff) * (x << 24 >> 24) + (odd & 0xffff) * (x << 16 >> 24);
   return sum + (even >> 16) * (x << 8 >> 24) + (odd >> 16) * (x >> 24);
@@ -158,11 +168,11 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, int64_t 
     ivec sums[TILE][PANEL / LANES];
     for (int r = 0; r < num; r++)
       for (int c = 0; c < PANEL / LANES; c++)
-        sums[r][c] = -128 * ((const int32_t *)(x + r * row + padded))[groups + g] - (ivec){0};
+        sums[r][c] = (SIGNED_WEIGHTS ? 0 : -128) * ((const int32_t *)(x + r * row + padded))[groups + g] - (ivec){0};
     for (int64_t k = 0; k < quads; k++, ahead += step) {
       ivec w[PANEL / LANES];
       fetch_lines(ahead, step);
-      for (int c = 0; c < PANEL / LANES; c++) w[c] = (ivec)load((const float *)weights + k * PANEL + c * LANES);
+      for (int c = 0; c < PANEL / LANES; c++) w[c] = dot_weights(load((const float *)weights + k * PANEL + c * LANES));
       for (int r = 0; r < num; r++) {
         ivec four = *(const bits_in_memory *)(x + r * row + start + 4 * k) - (ivec){0};
         for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = dot4(sums[r][c], w[c], four);

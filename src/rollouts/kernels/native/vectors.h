@@ -54,9 +54,12 @@ ALWAYS vec fma_of(vec a, vec b, vec c) {
 /* Load LANES elements from index i of an fp32 array, or of a bf16 array (`narrow`): bf16 is the upper half of fp32. */
 ALWAYS vec load_as(const void *p, int64_t i, int narrow) {
   if (!narrow) return load((const float *)p + i);
-#ifdef __AVX512F__ /* gcc 12 splits the conversion below */
+#if defined(__AVX512F__) /* gcc 12 splits the conversion below */
   __m256i items = _mm256_loadu_si256((const __m256i *)((const uint16_t *)p + i));
   return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(items), 16);
+#elif defined(__AVX2__)
+  __m128i items = _mm_loadu_si128((const __m128i *)((const uint16_t *)p + i));
+  return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(items), 16);
 #endif
   uvec wide = __builtin_convertvector(*(const hvec *)((const uint16_t *)p + i), uvec) << 16;
   return (vec)wide;
@@ -70,6 +73,16 @@ ALWAYS void store_as(void *p, int64_t i, vec x, int narrow) {
   uvec bits = (uvec)x;
   bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; /* to nearest, ties to even */
   *(hvec *)((uint16_t *)p + i) = __builtin_convertvector(bits, hvec);
+}
+
+/* Store numbers of 8 bits. */
+ALWAYS void store_bytes(int8_t *p, ivec x) {
+#if defined(__AVX2__) && LANES == 8 /* gcc 12 moves one at a time */
+  __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
+#else
+  *(bvec *)p = __builtin_convertvector(x, bvec);
+#endif
 }
 
 ALWAYS float sum(vec x) {
