@@ -119,8 +119,11 @@ def _group_wandb_runs(tables: ConfigTables, defaults: BaseModel) -> None:
     if not tables.is_section("wandb") or tables.has("wandb.group") or len(given) > 1:
         return
     key = "wandb.name" if tables.has("wandb.name") else "output_dir"
-    group = given.pop() if given else tables.get(key) or _find_default(defaults, key)
-    tables.set("wandb.group", str(group), f"follows from {key}")
+    group = tables.get(key) or _find_default(defaults, key)
+    source = f"follows from {key}"  # a record leaves such a group out
+    if given:
+        group, source = given.pop(), "group of a process"
+    tables.set("wandb.group", str(group), source)
     for process in ("trainer", "orchestrator"):
         if not tables.has(f"{process}.wandb.group"):  # a record has "None": the group is that of the new run
             tables.set(f"{process}.wandb.group", str(group), "shared key wandb.group")

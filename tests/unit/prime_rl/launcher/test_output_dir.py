@@ -141,9 +141,10 @@ def test_a_recorded_run_has_the_group_of_its_directory(tmp_path: Path) -> None:
     assert parse("@", str(path)) == config
     later = parse("@", str(path), "--output-dir", "other")
     assert later.wandb and later.trainer.wandb and later.wandb.group == later.trainer.wandb.group == "other"
-    path = output_dir.write_configs(parse("--output-dir", str(tmp_path), "--wandb.group", "g"))["rl"]
-    later = parse("@", str(path), "--output-dir", "other")
-    assert later.wandb and later.wandb.group == "g"
+    for own in (["--wandb.group", "g"], ["--wandb", "--trainer.wandb.group", "g"]):
+        path = output_dir.write_configs(parse("--output-dir", str(tmp_path), *own))["rl"]
+        later = parse("@", str(path), "--output-dir", "other")
+        assert later.wandb and later.trainer.wandb and later.wandb.group == later.trainer.wandb.group == "g"
 
 
 @pytest.mark.parametrize("first", ["--ckpt.interval=2", "--no-ckpt", "--ckpt.resume-step=-1", "--ckpt.resume-step=4"])
