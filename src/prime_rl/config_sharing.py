@@ -75,10 +75,11 @@ def share_keys(tables: ConfigTables, defaults: BaseModel) -> None:
     for row in SHARED_KEYS:
         if not row.key.startswith("ckpt.") or tables.is_section("ckpt"):
             _share(tables, row, defaults)
-    for process in ("trainer", "orchestrator") if tables.has("wandb.name") else ():
+    name = tables.get("wandb.name")
+    for process in ("trainer", "orchestrator"):
         own = f"{process}.wandb.name"
-        if not tables.is_set(own) or tables.replaces("wandb.name", own):
-            tables.set(own, f"{tables.get('wandb.name')}-{process}", "shared key wandb.name")
+        if tables.replaces("wandb.name", own) or (name and not tables.is_set(own)):
+            tables.set(own, name and f"{name}-{process}", "shared key wandb.name")
 
 
 def _resume_from_latest(tables: ConfigTables) -> None:

@@ -215,6 +215,8 @@ def test_a_name_as_an_option_replaces_recorded_names(first: tuple[str, ...], tmp
     config = parse("@", str(tmp_path / "rl.toml"), "--wandb.name", "second")
     assert config.trainer.wandb and config.trainer.wandb.name == "second-trainer"
     assert config.orchestrator.wandb and config.orchestrator.wandb.name == "second-orchestrator"
+    config = parse("@", str(tmp_path / "rl.toml"), "--wandb.name", "None")
+    assert config.trainer.wandb and config.trainer.wandb.name is None
 
 
 @pytest.mark.parametrize(
