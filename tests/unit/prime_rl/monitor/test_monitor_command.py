@@ -229,7 +229,10 @@ def test_list_shows_local_runs_the_newest_first(
     names = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     assert code == 0 and [Path(name).name for name in names] == ["new", "middle"]
     assert "WANDB_API_KEY" in out and not wandb_runs.has_key(), "the key of another server is none"
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
+    (tmp_path / ".netrc").chmod(0o644)
+    monkeypatch.delenv("NETRC")
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert wandb_runs.has_key()
     assert all(line.count("step") == 1 for line in out.splitlines() if line.startswith("  ")), out
     old = local_runs.open_run(tmp_path / "old")
