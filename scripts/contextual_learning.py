@@ -193,6 +193,12 @@ def format_score(summaries: Mapping[str, Mapping[str, float]]) -> str:
     return f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
+def find_model(name: str) -> str:
+    """A model's name, or its path from the repository; the same each time, as the stages resume by it."""
+    path = Path(name)
+    return str(path.absolute()) if path.exists() and Path.cwd() != ROOT else name
+
+
 def main() -> int:
     """Run the loop; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -202,7 +208,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=lambda text: Path(text).resolve())
     arguments = parser.parse_args()
-    model = str(Path(arguments.model).resolve()) if Path(arguments.model).exists() else arguments.model
+    model = find_model(arguments.model)
     os.chdir(ROOT)  # the paths in the files are relative to the repository
     output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "contextual_learning")
     output_dir.mkdir(parents=True, exist_ok=True)

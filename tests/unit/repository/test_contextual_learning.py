@@ -120,6 +120,15 @@ def test_a_killed_distillation_resumes_if_it_can(parts: list[str], option: str, 
     assert stages.commands[2][1] == "rl" and stages.commands[2][2][-1] == option
 
 
+def test_the_path_of_a_model_stays_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    find_model = importlib.import_module("contextual_learning").find_model
+    monkeypatch.chdir(ROOT)
+    assert find_model("tests/unit") == "tests/unit" and find_model(str(tmp_path)) == str(tmp_path)
+    monkeypatch.chdir(ROOT / "tests")
+    assert find_model("unit") == str(ROOT / "tests" / "unit") and find_model("a/name") == "a/name"
+
+
 def test_loop_ends_when_everything_is_solved(tmp_path: Path) -> None:
     stages = FakeStages([0.0, 1.0])
     run(tmp_path, stages, rounds=5)
