@@ -29,8 +29,11 @@ def assign_gpus(config: RLConfig) -> GpuAssignment:
     """The configured GPU ids; default: the first GPUs for inference, the next for training, one shared GPU, or the CPU.
 
     A teacher server gets the remaining GPUs, or shares those of inference. GPU ids are ignored, with a note, if the
-    devices are set to the CPU. `ValueError` for ids of GPUs that are not visible: a process would run on the CPU.
+    devices are set to the CPU. `ValueError` for ids of GPUs that are not visible: a process would run on the CPU. Where
+    a single GPU is visible, one id is that GPU, with a warning.
     """
+    from loguru import logger
+
     from prime_rl.config import given_gpus
 
     if is_on_cpu(config):
@@ -39,7 +42,11 @@ def assign_gpus(config: RLConfig) -> GpuAssignment:
     for key, ids in given_gpus(config).items():
         if not visible:
             raise ValueError(f"{key} is set but this machine has no visible NVIDIA GPU: leave it out to run on the CPU")
-        if missing := [gpu for gpu in ids if gpu not in visible]:
+        missing = [gpu for gpu in ids if gpu not in visible]
+        if missing and len(visible) == len(ids) == 1:
+            logger.warning(f"{key} = {ids}: GPU {missing[0]} is not visible here, sharing GPU {visible[0]}")
+            config = config.model_copy(update={key: visible})
+        elif missing:
             raise ValueError(f"{key} = {ids}: GPU {missing[0]} is not visible here, give ids of {visible}")
     return assign_visible_gpus(config, visible)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from loguru import logger
 
 from prime_rl.config import RLConfig
 from prime_rl.launcher import gpus
@@ -49,6 +50,20 @@ def test_ids_of_gpus_that_are_not_visible_are_rejected(visible: list[int]) -> No
     for key in ("trainer_gpu_ids", "inference_gpu_ids"):
         with pytest.raises(ValueError, match=rf"{key} = \[0\]: GPU 0 is not visible here, give ids of \[2, 3\]"):
             gpus.assign_gpus(parse(f"--{key}", "0"))
+
+
+def test_the_command_for_a_single_gpu_shares_it(visible: list[int]) -> None:
+    visible[:] = [0]
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{message}")
+    try:
+        config = parse("--trainer_gpu_ids", "0", "--inference_gpu_ids", "1")  # as documented for one GPU
+        assert gpus.assign_gpus(config) == gpus.GpuAssignment((0,), (0,))
+    finally:
+        logger.remove(sink)
+    assert lines == ["inference_gpu_ids = [1]: GPU 1 is not visible here, sharing GPU 0\n"]
+    with pytest.raises(ValueError, match=r"trainer_gpu_ids = \[0, 1\]: GPU 1 is not visible here"):
+        gpus.assign_gpus(parse("--trainer_gpu_ids", "0,1"))
 
 
 def test_gpus_are_shared_out(visible: list[int]) -> None:
