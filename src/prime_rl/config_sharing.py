@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
+from prime_rl.configuration.schema import FieldSchema, child, default_of, fields_of, section_schema
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import TrainEnvConfig
@@ -142,7 +143,7 @@ def _share_ckpt_section(tables: ConfigTables) -> None:
 
 def _share(tables: ConfigTables, row: Shared, defaults: BaseModel) -> None:
     """Resolve one row of the table."""
-    if not row.must_agree and not tables.is_set(row.key):
+    if not row.must_agree and (not tables.is_set(row.key) or _is_recorded_default(tables, row.key, defaults)):
         return
     chosen = _choose(tables, row)
     value = tables.get(chosen) if chosen else _find_default(defaults, row.key)
@@ -169,6 +170,15 @@ def _choose(tables: ConfigTables, row: Shared) -> str:
             f"{tables.show(chosen)} and {tables.show(key)} disagree\n  remove one of them; {row.key} alone sets all"
         )
     return chosen
+
+
+def _is_recorded_default(tables: ConfigTables, key: str, defaults: BaseModel) -> bool:
+    """Whether a file has the default of a key. The record of a run does, beside the values given for one process."""
+    *sections, last = key.split(".")
+    schema: FieldSchema | None = section_schema(type(defaults))
+    for section in sections:
+        schema = child(schema, section) if schema else None
+    return schema is not None and not tables.is_option(key) and tables.get(key) == default_of(fields_of(schema)[last])
 
 
 def _find_default(defaults: BaseModel, key: str) -> Any:

@@ -147,6 +147,22 @@ def test_a_recorded_run_has_the_group_of_its_directory(tmp_path: Path) -> None:
         assert later.wandb and later.trainer.wandb and later.wandb.group == later.trainer.wandb.group == "g"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--trainer.log.level", "debug"],
+        ["--wandb", "--trainer.wandb.project", "p", "--orchestrator.wandb.tags", "a,b"],
+        ["--wandb", "--trainer.wandb.group", "a", "--orchestrator.wandb.group", "b"],
+        ["--wandb", "--trainer.wandb.enabled", "false"],
+    ],
+)
+def test_a_record_keeps_the_keys_of_one_process(given: list[str], tmp_path: Path) -> None:
+    config = parse("--output-dir", str(tmp_path), *given)
+    path = output_dir.write_configs(config)["rl"]
+    assert parse("@", str(path)) == config
+    assert parse("@", str(path), "--log.level", "warning").trainer.log.level == "warning"
+
+
 @pytest.mark.parametrize("first", ["--ckpt.interval=2", "--no-ckpt", "--ckpt.resume-step=-1", "--ckpt.resume-step=4"])
 def test_a_recorded_run_is_resumed(first: str, tmp_path: Path) -> None:
     path = output_dir.write_configs(parse("--output-dir", str(tmp_path), first))["rl"]
