@@ -20,6 +20,7 @@ from prime_rl.transport.weights import (
     read_eos_ids,
     read_model_files,
 )
+from rollouts.training.json_files import read_json_file
 from rollouts.training.tensor_files import save_tensors
 
 
@@ -70,6 +71,8 @@ def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None
     if not base:
         raise ValueError(f"{adapter_dir} does not name its base model: pass --base")
     base_dir = resolve_model_dir(base)
+    if "quantization_config" in read_json_file(base_dir / "config.json"):
+        raise ValueError(f"the base model {base} is quantized: give a bfloat16 version of it as --base")
     tensors = merge_adapter(read_tensors(base_dir), adapter)
     has_tokenizer = any(adapter_dir.glob("tokenizer*"))
     eos_ids = read_eos_ids(adapter_dir / GENERATION_FILE)

@@ -199,8 +199,8 @@ def _format_json(value: Mapping[str, Any]) -> bytes:
 
 
 def adapt_config(config: dict[str, Any], dtypes: set[str], num_layers: int | None) -> dict[str, Any]:
-    """Adapt `config.json` to the published tensors: dtype and number of layers."""
-    adapted = {key: value for key, value in config.items() if key != "dtype"}
+    """Adapt `config.json` to the published tensors: dtype, number of layers, no quantization."""
+    adapted = {key: value for key, value in config.items() if key not in ("dtype", "quantization_config")}
     if len(dtypes) == 1:
         adapted["torch_dtype"] = next(iter(dtypes))
     if num_layers is not None:

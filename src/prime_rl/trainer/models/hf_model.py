@@ -261,8 +261,10 @@ class HFCausalLM(CausalLM):
         from transformers.core_model_loading import revert_weight_conversion
 
         persistent = self.inner.state_dict().keys()
-        buffers = {name: b for name, b in self.named_buffers() if name in persistent}
-        return dict(revert_weight_conversion(self.inner, {**tensors, **buffers}))
+        own = {**tensors, **{name: b for name, b in self.named_buffers() if name in persistent}}
+        converted = dict(revert_weight_conversion(self.inner, own))
+        assert sum(t.numel() for t in converted.values()) == sum(t.numel() for t in own.values()), "tensors are lost"
+        return converted
 
 
 def load_hf_model(
@@ -289,18 +291,22 @@ def load_hf_model(
     check_model_config(read_json_file(model_dir / "config.json"), model_dir / "config.json")
     try:
         config = AutoConfig.from_pretrained(str(model_dir))
+        is_quantized = _dequantize_on_load(config)
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"{config.model_type} is an encoder-decoder model")
         if num_layers is not None:
             config.get_text_config().num_hidden_layers = num_layers
         if random_init:
+            config.__dict__.pop("quantization_config", None)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 inner = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
             read_index(model_dir)  # validates the index; transformers would open any path in it
             inner = AutoModelForCausalLM.from_pretrained(str(model_dir), config=config, dtype=dtype)
-    except (ValueError, OSError, KeyError) as error:
+        if is_quantized:
+            inner._weight_conversions = None  # those of the class: others would quantize again what is published
+    except (ValueError, OSError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"transformers cannot load {model_dir} as a causal language model: {reason}") from error
     tolerance = TOLERANCE if dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
@@ -310,6 +316,22 @@ def load_hf_model(
     if adapter is not None:
         _merge(model, adapter)
     return model
+
+
+def _dequantize_on_load(config: Any) -> bool:
+    """Whether the weights of a model are quantized (MXFP4, FP8); if so, they are dequantized when they are loaded.
+
+    `ValueError` for other kinds of quantization.
+    """
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return False
+    if not hasattr(AutoQuantizationConfig.from_dict(settings), "dequantize"):
+        raise ValueError(f"its weights are quantized ({settings.get('quant_method')}): use a bfloat16 version of it")
+    config.quantization_config = {**settings, "dequantize": True}
+    return True
 
 
 @torch.no_grad()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.forward import compute_head, compute_table
 from prime_rl.trainer.model import load_model, resolve_placement
 from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.decoder_config import choose_impl
 from prime_rl.trainer.models.hf_model import HFCausalLM, find_max_positions
 from prime_rl.trainer.models.registry import load_causal_lm, load_decoder
@@ -20,6 +23,7 @@ from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.rl.train import train
 from prime_rl.trainer.sft.train import train as train_sft
+from prime_rl.transport.weights import publish_weights
 from rollouts.training.batching import pack_samples
 
 SHAPE = dict(
@@ -292,6 +296,54 @@ def test_auto_selects_native_decoder_if_supported(tmp_path: Path) -> None:
         load_decoder(tmp_path / "mistral")
     with pytest.raises(ValueError, match="'mistral' is not supported by the native decoder"):
         build_backend(make_config(tmp_path / "mistral", tmp_path, impl="custom"))
+
+
+def quantize(base: Path, method: str) -> None:
+    """Replace the matrices of a saved model by blocks of FP8, or the experts of GPT-OSS by those of MXFP4."""
+    tensors = load_file(base / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight" if method == "fp8" else "_proj")]:
+        if method == "fp8":
+            tensors[f"{name}_scale_inv"] = tensors[name].abs().max().reshape(1, 1) / 448
+            tensors[name] = (tensors[name] / tensors[f"{name}_scale_inv"]).to(torch.float8_e4m3fn)
+        elif method == "mxfp4":
+            experts, rows, columns = tensors.pop(name).shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.full((experts, columns, rows // 32), 122, dtype=torch.uint8)
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    settings = {"quant_method": method, "weight_block_size": [128, 128], "activation_scheme": "dynamic", "bits": 4}
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": settings}
+    (base / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("family", "method"), [("mistral", "fp8"), ("gpt_oss", "mxfp4")])
+def test_quantized_models_are_published_without_loss(
+    family: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    monkeypatch.setitem(FAMILIES, "gpt_oss", ("GptOssConfig", {"head_dim": 8, "num_local_experts": 4}))
+    base = save_model(family, tmp_path)
+    names = load_file(base / "model.safetensors").keys()
+    quantize(base, method)
+    model = load_causal_lm(base)
+    tensors = tensor_names(model)
+    assert tensors.keys() == names
+    published = publish_weights(tmp_path / "weights", 1, tensors, base)
+    assert "quantization_config" not in json.loads((published / "config.json").read_text())
+    loaded = dict(transformers.AutoModelForCausalLM.from_pretrained(published).named_parameters())
+    assert all(torch.equal(loaded[name], parameter) for name, parameter in model.named_parameters())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    model.copy_tensors(load_file(published / "model.safetensors"))
+    assert all(torch.equal(loaded[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_other_quantizations_are_refused(tmp_path: Path) -> None:
+    base = save_model("mistral", tmp_path)
+    quantize(base, "gptq")
+    with pytest.raises(ValueError, match=r"its weights are quantized \(gptq\): use a bfloat16 version of it"):
+        load_causal_lm(base)
 
 
 def test_an_adapter_of_any_family_loads_in_peft(tmp_path: Path) -> None:
