@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from loguru import logger
 
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.backend import Backend
-from prime_rl.trainer.ckpt import PART, is_checkpoint_due, load_checkpoint, save_checkpoint
+from prime_rl.trainer.ckpt import PART, is_checkpoint_due, load_checkpoint, read_progress, save_checkpoint
 from prime_rl.trainer.config import SKIPS, CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.optim import build_schedule
 from prime_rl.trainer.optim_config import check_schedule
+from rollouts.training.backends.ranks import Ranks
 from rollouts.training.steps import prune_commits, remove_unfinished
 
 
@@ -61,26 +62,41 @@ def archive_earlier_run(run: RunDir) -> None:
         logger.info(f"Versions of an earlier run moved to {folder}")
 
 
-def resume(
-    config: TrainConfig | SFTConfig,
-    backend: Backend,
-    check_progress: Callable[[Mapping[str, Any]], object] = lambda _: None,
-) -> tuple[dict[str, Any], int]:
+def read_resume_state(
+    config: TrainConfig | SFTConfig, ranks: Ranks, *, verify: bool = False
+) -> tuple[dict[str, Any], int | None]:
+    """Progress and step of the configured checkpoint, or `({}, None)`; `verify`: its files are not damaged.
+
+    Rank 0 selects the step, because other ranks may see an older state of a shared file system.
+    """
+    run, ckpt = RunDir(config.output_dir), config.ckpt
+    found: list[tuple[dict[str, Any], int]] = []
+
+    def find() -> None:
+        requested = None if ckpt is None else ckpt.resume_step
+        step = run.find_resume_step(requested, config.ckpt_parts, verify=PART if verify else None)
+        if step is not None:
+            assert ckpt is not None
+            found.append((read_progress(run.checkpoints, step, ckpt), step))
+
+    ranks.run_on_rank0(find)
+    progress, step = json.loads(ranks.broadcast(json.dumps(found[0] if found else ({}, None)).encode()))
+    return progress, step
+
+
+def find_first_step(step: int | None, ckpt: CkptConfig | None) -> int:
+    """The first step of a run that resumes from checkpoint `step`; a new stage (`skip_progress`) counts from 1."""
+    return 1 if step is None or (ckpt is not None and ckpt.skip_progress) else step + 1
+
+
+def resume(config: TrainConfig | SFTConfig, backend: Backend) -> tuple[dict[str, Any], int]:
     """Load the configured checkpoint, if any; returns the saved progress and the first step.
 
-    Rank 0 selects the step, because other ranks may see an older state of a shared file system. Later steps are moved
-    to `attempts/N`; of a new stage (`skip_progress`) all steps, after its start is saved as checkpoint 0. Before that
-    `check_progress` raises `ValueError` for progress that this run cannot continue.
+    Later steps are moved to `attempts/N`; of a new stage (`skip_progress`) all steps, after its start is saved as
+    checkpoint 0.
     """
     run, ranks, ckpt = RunDir(config.output_dir), backend.ranks, config.ckpt
-    chosen: list[int | None] = []
-
-    def choose() -> None:
-        requested = None if ckpt is None else ckpt.resume_step
-        chosen.append(run.find_resume_step(requested, config.ckpt_parts, verify=PART))
-
-    ranks.run_on_rank0(choose)
-    step: int | None = json.loads(ranks.broadcast(json.dumps(chosen[0] if chosen else None).encode()))
+    _, step = read_resume_state(config, ranks, verify=True)
     ranks.run_on_rank0(lambda: remove_unfinished(run.checkpoints, PART))
     if step is None:
         return {}, 1
@@ -91,7 +107,6 @@ def resume(
     def load() -> None:
         parameters, shards = backend.parameters, backend.shard_map
         loaded = load_checkpoint(run.checkpoints, step, parameters, stepper, ranks, ckpt, shards, average=average)
-        check_progress(loaded)
         progress.update(loaded)
 
     ranks.run_on_all_ranks(load)
@@ -103,9 +118,8 @@ def resume(
     skipped = [name.removeprefix("skip_") for name in SKIPS if getattr(ckpt, name)]
     without = f" without its {', '.join(skipped)}" if skipped else ""
     logger.info(f"Resuming after step {step}{without}")
-    starts_stage = ckpt is not None and ckpt.skip_progress
-    first_step = 1 if starts_stage else step + 1
-    if starts_stage:
+    first_step = find_first_step(step, ckpt)
+    if ckpt is not None and ckpt.skip_progress:
         # Steps of the stage before have higher numbers: `ckpt.keep` would keep them instead, and --resume choose them.
         _save(run.checkpoints, 0, backend, progress)
     last = dict.fromkeys((run.weights, run.average, run.checkpoints), first_step - 1)

@@ -165,6 +165,11 @@ def load_checkpoint(
     return _select_progress(state["progress"], config)
 
 
+def read_progress(root: Path, step: int, config: CkptConfig) -> dict[str, Any]:
+    """The saved `progress` as `load_checkpoint` returns it."""
+    return _select_progress(read_json_file(step_path(root, step) / PART / STATE_FILE)["progress"], config)
+
+
 def _select_progress(progress: dict[str, Any], config: CkptConfig) -> dict[str, Any]:
     """Totals and data position, without the skipped ones."""
     return {

@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,11 +184,10 @@ def build_run(
     tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
     eos_ids: Sequence[int] = (),
-    check_progress: Callable[[Mapping[str, Any]], object] = lambda _: None,
 ) -> TrainerRun:
-    """Set up a run, resuming from a checkpoint if configured; `check_progress`: see `resume`."""
+    """Set up a run, resuming from a checkpoint if configured."""
     out, rank, place = RunDir(config.output_dir), backend.ranks.rank, backend.placement
-    progress, first_step = resume(config, backend, check_progress)
+    progress, first_step = resume(config, backend)
     if rank == 0:
         remove_unfinished(out.weights)
         remove_unfinished(out.broadcasts)

@@ -118,14 +118,15 @@ class SFTBatches:
             free_tokens -= n
             offset += 1
 
-    def count_steps(self, num_epochs: int) -> int:
-        """Number of batches that `num_epochs` fill; the last one may reach into the next epoch.
+    def count_steps(self, num_epochs: int, start: Position | None = None) -> int:
+        """Number of batches from `start` to the end of `num_epochs`; the last one may reach into the next epoch.
 
         No sample may be longer than `seq_len`.
         """
+        start = start or Position()
         num_rows, free_tokens = 0, 0
-        for epoch in range(num_epochs):
-            order, offset = self.order(epoch), 0
+        for epoch in range(start.epoch, num_epochs):
+            order, offset = self.order(epoch), start.offset if epoch == start.epoch else 0
             while (index := order.at(offset)) is not None:
                 offset += 1
                 n = self.source.length(index)

@@ -40,6 +40,7 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
     if config.bench:
         return run_bench(config, train)
     from prime_rl.runtime.tokenizer import resolve_model_dir
+    from prime_rl.trainer.checkpointer import find_first_step, read_resume_state
     from prime_rl.trainer.run import build_run, start_backend
     from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer, check_positions, find_eos_ids
     from prime_rl.trainer.sft.validation import is_val_due, run_validation
@@ -49,8 +50,11 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
     backend = start_backend(config, "sft")
     batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer)
     check_positions(batches, backend.model.max_positions)
+    progress, step = read_resume_state(config, backend.ranks)
+    position = batches.restore(progress)
     if config.num_epochs is not None:
-        config = set_num_steps(config, batches.count_steps(config.num_epochs), backend)
+        num_before = find_first_step(step, config.ckpt) - 1
+        config = set_num_steps(config, num_before + batches.count_steps(config.num_epochs, position), backend)
     run = build_run(
         config,
         "sft",
@@ -58,10 +62,8 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
         tokenizer_dir=resolve_model_dir(config.tokenizer.name) if config.tokenizer.name else None,
         chat_template=tokenizer.chat_template if tokenizer and config.tokenizer.chat_template else None,
         eos_ids=find_eos_ids(tokenizer, backend.model_dir) if tokenizer else (),
-        check_progress=batches.restore,
     )
     timer = run.timer
-    position = batches.restore(run.progress)
     if config.val is not None and config.val.eval_on_start and run.first_step == 1:
         run_validation(run, config.data.seq_len, batches.held_out, 0)
 

@@ -249,11 +249,25 @@ def test_num_epochs_are_as_many_steps_as_they_fill(
 ) -> None:
     batches, position = SFTBatches(Lengths(lengths), 12, batch_size, True, seed=3, stack=stack), Position()
     taken: list[Sample] = []
-    num_steps = 0
+    num_steps, positions = 0, []
     while len(taken) < num_epochs * len(lengths):
+        positions.append(position)
         samples, position = batches.take(position)
         taken, num_steps = taken + samples, num_steps + 1
     assert batches.count_steps(num_epochs) == num_steps
+    assert [batches.count_steps(num_epochs, start) for start in positions] == list(range(num_steps, 0, -1))
+
+
+def test_num_epochs_are_completed_with_another_batch_size(tmp_path: Path) -> None:
+    """12 conversations: 2 steps of 4, then 1 of 4 becomes 2 of 2."""
+    rows = "".join(json.dumps({"prompt": "a", "completion": c}) + "\n" for c in "bcdefghijklm")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    data = {"name": str(tmp_path / "rows.jsonl"), "seq_len": 32, "batch_size": 4, "pack_function": "stack"}
+    train(make_config(tmp_path / "out", data, max_steps=2, ckpt={}))
+    changes = {"max_steps": None, "num_epochs": 1, "ckpt": {}, "resume": True}
+    train(make_config(tmp_path / "out", data | {"batch_size": 2}, **changes))
+    metrics = [row for row in load_jsonl(tmp_path / "out/metrics.jsonl") if "loss/mean" in row]
+    assert [row["progress/num_samples"] for row in metrics] == [4, 8, 10, 12]
 
 
 def test_epochs_differ_in_order_and_overlong_samples_are_counted() -> None:
