@@ -6,8 +6,9 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import xxhash
@@ -19,6 +20,9 @@ from prime_rl.trainer.sft.samples import TokenizedSamples, Tokenizer, check_data
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.mixing import EpochOrder, StoppingStrategy, build_epoch_order
 from rollouts.training.types import Sample, Status
+
+if TYPE_CHECKING:
+    from rollouts.training.backends.ranks import Ranks
 
 FAKE_ROWS = 1024
 
@@ -226,19 +230,30 @@ class FakeSource:
         return Sample(prompt="", tokens=tokens, loss_mask=[0.0] + [1.0] * (n - 1), index=index, status=Status.COMPLETED)
 
 
-def build_sft_batches(config: SFTConfig, vocab_size: int, tokenizer: Tokenizer | None) -> SFTBatches:
-    """Build the batches of a config with their held-out samples; `tokenizer` is needed for real data only."""
+def choose_date(progress: Mapping[str, Any], ranks: Ranks) -> datetime:
+    """The date that chat templates write, the same on all ranks: that of the first start, also in a resumed run."""
+    now = ranks.broadcast(datetime.now().isoformat().encode()).decode()
+    return datetime.fromisoformat(progress.get("date", now))
+
+
+def build_sft_batches(
+    config: SFTConfig, vocab_size: int, tokenizer: Tokenizer | None, date: datetime | None = None
+) -> SFTBatches:
+    """Build the batches of a config with their held-out samples; `tokenizer` is needed for real data only.
+
+    `date`: as for `tokenize_data`.
+    """
     data = config.data
     if isinstance(data, FakeSFTDataConfig):
         return SFTBatches(FakeSource(data, vocab_size, config.seed), data.seq_len, data.batch_size, False, config.seed)
     assert tokenizer is not None
-    samples = tokenize_data(data, tokenizer, vocab_size)
+    samples = tokenize_data(data, tokenizer, vocab_size, date)
     held_out: list[Sample] = []
     if config.val is not None and config.val.name is None:
         samples, held_out = samples.hold_out(config.val.num_samples, config.seed)
     elif config.val is not None:
         val_data = _select_val_data(data, config.val)
-        val_samples = tokenize_data(val_data, tokenizer, vocab_size)
+        val_samples = tokenize_data(val_data, tokenizer, vocab_size, date)
         held_out = [val_samples.sample(i) for i in range(min(len(val_samples), config.val.num_samples))]
     stack = data.pack_function == "stack"
     per_row = 1.0 if stack else max(1.0, data.seq_len * len(samples) / samples.ends[-1])

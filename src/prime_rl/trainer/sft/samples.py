@@ -7,6 +7,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import islice
 from typing import Protocol
 
@@ -153,16 +154,22 @@ class TokenizationStats:
             logger.warning(f"{self.opening_turns:,} assistant turns without a message before them have no loss")
 
 
-def tokenize_data(config: SFTDataConfig, tokenizer: Tokenizer, vocab_size: int) -> TokenizedSamples:
-    """Tokenize a dataset and its subsets in row order; `ValueError` names the invalid row."""
+def tokenize_data(
+    config: SFTDataConfig, tokenizer: Tokenizer, vocab_size: int, date: datetime | None = None
+) -> TokenizedSamples:
+    """Tokenize a dataset and its subsets in row order; `ValueError` names the invalid row.
+
+    `date` is the one that chat templates write, by default today's.
+    """
     out = TokenizedSamples()
+    chat = TemplateRenderer(tokenizer, date or datetime.now())
     for subset, split in config.parts:
         name = config.name if subset is None else f"{config.name} ({subset})"
         out.sizes.append(0)
         stats = TokenizationStats()
         rows = iter_rows(config.name, split, subset)
         with show_progress(f"tokenizing {name}", hidden=os.environ.get("RANK", "0") != "0") as progress:
-            for sample in tokenize_rows(rows, config, tokenizer, vocab_size, stats):
+            for sample in tokenize_rows(rows, config, tokenizer, vocab_size, stats, chat):
                 out.append(sample)
                 if stats.rows >= progress.done + PROGRESS_INTERVAL_ROWS:
                     progress.set_done(stats.rows, f"{stats.tokens:,} tokens")
@@ -174,10 +181,15 @@ def tokenize_data(config: SFTDataConfig, tokenizer: Tokenizer, vocab_size: int) 
 
 
 def tokenize_rows(
-    rows: Iterable[Row], config: SFTDataConfig, tokenizer: Tokenizer, vocab_size: int, stats: TokenizationStats
+    rows: Iterable[Row],
+    config: SFTDataConfig,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    stats: TokenizationStats,
+    chat: TemplateRenderer | None = None,
 ) -> Iterator[Sample]:
     """Yield the trainable samples of rows; update `stats`."""
-    chat = TemplateRenderer(tokenizer)
+    chat = chat or TemplateRenderer(tokenizer)
     for index, row in enumerate(rows):
         stats.rows += 1
         samples = list(render_row(row, index, config, tokenizer, chat, stats))

@@ -42,15 +42,22 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
     from prime_rl.runtime.tokenizer import resolve_model_dir
     from prime_rl.trainer.checkpointer import find_first_step, read_resume_state
     from prime_rl.trainer.run import build_run, start_backend
-    from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer, check_positions, find_eos_ids
+    from prime_rl.trainer.sft.data import (
+        build_sft_batches,
+        build_tokenizer,
+        check_positions,
+        choose_date,
+        find_eos_ids,
+    )
     from prime_rl.trainer.sft.validation import is_val_due, run_validation
     from rollouts.training.rl_losses import nll_loss
 
     tokenizer = build_tokenizer(config)
     backend = start_backend(config, "sft")
-    batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer)
-    check_positions(batches, backend.model.max_positions)
     progress, step = read_resume_state(config, backend.ranks)
+    date = choose_date(progress, backend.ranks)
+    batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer, date)
+    check_positions(batches, backend.model.max_positions)
     position = batches.restore(progress)
     if config.num_epochs is not None:
         num_before = find_first_step(step, config.ckpt) - 1
@@ -77,7 +84,8 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
         if step == config.max_steps or run.checkpointer.is_due(step):
             with timer("broadcast_weights"):
                 run.publisher.publish(step)
-        run.finish_step(report, stats, share, {"position": position.state()}, batches.metrics(position))
+        state = {"position": position.state(), "date": date.isoformat()}
+        run.finish_step(report, stats, share, state, batches.metrics(position))
         if is_val_due(step, config.val, config.max_steps):
             run_validation(run, config.data.seq_len, batches.held_out, step)
     return run.close(keeps_output=keeps_output)

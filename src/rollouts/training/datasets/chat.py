@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from rollouts.training.datasets.chat_template import inspect_template
@@ -24,9 +25,13 @@ NO_TEMPLATE = (
 
 @dataclass
 class TemplateRenderer:
-    """A tokenizer's chat template as the `ChatRenderer` that `render_conversation` takes."""
+    """A tokenizer's chat template as the `ChatRenderer` that `render_conversation` takes.
+
+    Templates that write the current date (`strftime_now`) write `date` instead, the same one in all chats.
+    """
 
     tokenizer: Any
+    date: datetime = field(default_factory=datetime.now)
     end_ids: frozenset[int] = field(init=False)
     turn_end: list[int] = field(init=False)
 
@@ -38,7 +43,8 @@ class TemplateRenderer:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool
     ) -> list[int]:
         """The token ids of a conversation."""
-        return render_chat(self.tokenizer, messages, tools, add_generation_prompt)
+        clock = {"strftime_now": self.date.strftime} if "strftime_now" in str(self.tokenizer.chat_template) else {}
+        return render_chat(self.tokenizer, messages, tools, add_generation_prompt, **clock)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""

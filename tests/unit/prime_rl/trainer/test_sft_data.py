@@ -8,6 +8,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, n
 from prime_rl.trainer.sft.samples import TokenizationStats, TokenizedSamples, tokenize_data, tokenize_rows
 from prime_rl.trainer.sft.train import train
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
+from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.mixing import build_epoch_order
 from rollouts.training.datasets.rows import find_files, load_rows
 from rollouts.training.metrics import load_jsonl
@@ -356,6 +358,25 @@ def test_resume_with_mixing_is_exact(tmp_path: Path) -> None:
     write(tmp_path / "data/y.jsonl", pairs("z", 7))
     with pytest.raises(ValueError, match="trained on other data"):
         train(make_config(data, output_dir=stopped, val=val, max_steps=8, **{"ckpt": {"resume_step": -1}}))
+
+
+class NextDay(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return datetime.now(tz) + timedelta(days=1)
+
+
+def test_a_resumed_run_writes_the_date_of_its_start(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ strftime_now('%d %B %Y') }}" + str(tokenizer.chat_template)
+    chat = TemplateRenderer(load_tokenizer("tiny-qwen3", template), datetime(2001, 2, 3))
+    assert chat.decode(chat.render([QUESTION], None, True)).startswith("03 February 2001")
+    data = {"name": str(write(tmp_path / "rows.jsonl", pairs("x", 9)))}
+    options = {"output_dir": tmp_path / "out", "tokenizer": {"chat_template": template}}
+    train(make_config(data, max_steps=1, ckpt={}, **options))
+    monkeypatch.setattr("prime_rl.trainer.sft.data.datetime", NextDay)
+    assert train(make_config(data, max_steps=2, resume=True, **options)) == 0
 
 
 def test_validation_loss_decreases(tmp_path: Path) -> None:
