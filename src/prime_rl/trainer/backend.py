@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import Tensor
 
 from prime_rl.runtime.machine import keep_freed_memory
@@ -49,6 +50,7 @@ from prime_rl.trainer.parallel.splitting import split_model
 from prime_rl.trainer.parallel_dims import Mesh, build_mesh, init_process_group
 from prime_rl.trainer.sharded_checkpoint import ShardMap, ShardSlices, gather_full_tensors, gather_shard_map
 from prime_rl.transport.canary import Canary, build_canary, canary_prompts
+from prime_rl.transport.weights import is_adapter
 from rollouts.training.backends.fsdp import shard_units
 from rollouts.training.backends.muon import find_embeddings
 from rollouts.training.backends.ranks import Ranks
@@ -377,6 +379,11 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     if config.model.lora is not None and not config.model.lora.merge:
         spec = build_adapter_spec(config.model.lora)
         adapter_config = peft_config(model, spec, find_base_name(config.model.name, model_dir))
+        if is_adapter(model_dir) and ranks.rank == 0:
+            logger.warning(
+                f"{config.model.name} is a LoRA adapter itself: peft, transformers, vLLM and SGLang load no adapters "
+                f"of it. Train from the merged model (convert {config.model.name} DIR), or set model.lora.merge = true"
+            )
     critic = None if critic_config is None else add_critic(model, critic_config.backbone)
     model, whole, cuts = split_model(model, mesh)
     prepare_layers(model, config.model, placement.device)

@@ -27,7 +27,7 @@ from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention,
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.rope_lengths import find_rope_limit, separate_sequences
-from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
+from prime_rl.transport.weights import is_adapter, read_index
 from rollouts.kernels.linear import Linear
 from rollouts.training.json_files import read_json_file
 from rollouts.training.model_config import check_model_config
@@ -285,9 +285,10 @@ def load_hf_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    adapter = load_adapter(model_dir) if (model_dir / ADAPTER_CONFIG_FILE).is_file() else None
-    if adapter is not None:  # transformers would load it as a separate adapter; we merge it into the base model
-        model_dir = resolve_model_dir(adapter.base_model or "")
+    adapters: list[Adapter] = []
+    while is_adapter(model_dir):  # transformers would load it as a separate adapter; we merge it into the base model
+        adapters.insert(0, load_adapter(model_dir))
+        model_dir = resolve_model_dir(adapters[0].base_model or "")
     check_model_config(read_json_file(model_dir / "config.json"), model_dir / "config.json")
     try:
         config = AutoConfig.from_pretrained(str(model_dir))
@@ -313,7 +314,7 @@ def load_hf_model(
     expected = compute_probe_logits(inner.to(device).eval(), tolerance)
     model = HFCausalLM(inner, max_len)
     model.choose_attention(expected, tolerance)
-    if adapter is not None:
+    for adapter in adapters:
         _merge(model, adapter)
     return model
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from loguru import logger
 from safetensors.torch import load_file, save_file
 
 from prime_rl.trainer.backend import Backend, build_backend
@@ -367,6 +368,24 @@ def test_an_adapter_of_any_family_loads_in_peft(tmp_path: Path) -> None:
     torch.testing.assert_close(
         compute_logits(merged, sequences), compute_their_logits(loaded, sequences), atol=2e-5, rtol=1e-4
     )
+
+
+def test_adapters_of_adapters_are_merged(tmp_path: Path) -> None:
+    base = save_model("mistral", tmp_path)
+    warnings: list[str] = []
+    number = logger.add(warnings.append, level="WARNING")
+    for name in ("one", "two"):
+        backend = build_backend(make_config(base, tmp_path, lora={"rank": 4}))
+        with torch.no_grad():
+            for p in backend.parameters.values():
+                p.add_(0.1)
+        tensors, config = backend.export_state_dict(), backend.adapter_config
+        base = publish_weights(tmp_path / name, 1, tensors, base, adapter_config=config)
+    logger.remove(number)
+    assert len(warnings) == 1 and "is a LoRA adapter itself" in warnings[0]
+    sequences = [torch.arange(20)]
+    expected = compute_logits(backend.model, sequences)
+    torch.testing.assert_close(compute_logits(load_causal_lm(base), sequences), expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("cap", [0.05, 30.0])
