@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from prime_rl.inference.engine import GenerationRequest, SamplingParams, derive_seed
+from rollouts.training.datasets.chat import RENDER_OPTIONS
 
 Json = dict[str, Any]
 MAX_CHOICES = 256
@@ -115,11 +116,6 @@ CHAT_FIELDS = SHARED_FIELDS | frozenset(
 )
 COMPLETION_FIELDS = SHARED_FIELDS | frozenset(["prompt", "add_special_tokens", "echo"])
 LIMITS = {"max_tokens", "max_completion_tokens"}
-RENDER_OPTIONS = frozenset(
-    "tokenizer conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding "
-    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
-)
-"""Renderer arguments that requests must not set; a template is a program."""
 HARMLESS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id priority "
     "cache_salt spaces_between_special_tokens".split()

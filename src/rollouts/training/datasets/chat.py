@@ -16,6 +16,11 @@ from rollouts.training.types import Message
 ChatMessage = Mapping[str, Any]
 ROLES = frozenset("system developer user assistant tool function ipython".split())
 """Roles common in data sets and templates."""
+RENDER_OPTIONS = frozenset(
+    "tokenizer conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+"""Renderer arguments that template arguments of requests and rows must not set; a template is a program."""
 
 NO_TEMPLATE = (
     "the model has no chat template, like most base models: add one to its directory (chat_template.jinja), set one "
@@ -40,11 +45,15 @@ class TemplateRenderer:
         self.end_ids, self.turn_end = profile.control.ids, profile.turn_end
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        **template_kwargs: Any,
     ) -> list[int]:
         """The token ids of a conversation."""
         clock = {"strftime_now": self.date.strftime} if "strftime_now" in str(self.tokenizer.chat_template) else {}
-        return render_chat(self.tokenizer, messages, tools, add_generation_prompt, **clock)
+        return render_chat(self.tokenizer, messages, tools, add_generation_prompt, **clock | template_kwargs)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""

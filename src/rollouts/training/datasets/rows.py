@@ -24,7 +24,7 @@ OTHER_SPLITS = frozenset("test validation valid val dev eval".split())
 """Words in names of files that do not belong to the split "train"."""
 ROLLOUTS = "rollouts"
 """Folder of all rollouts, kept or dropped, beside the files of `synthesize`."""
-JSON_COLUMNS = frozenset(["messages", "conversations", "tools", "info"])
+JSON_COLUMNS = frozenset(["messages", "conversations", "tools", "chat_template_kwargs", "info"])
 """CSV columns with JSON values."""
 MAX_CSV_CELL = 2**30
 

@@ -6,11 +6,11 @@ import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any, Protocol
 
-from rollouts.training.datasets.chat import TemplateRenderer, check_message, has_more_than_content
+from rollouts.training.datasets.chat import RENDER_OPTIONS, TemplateRenderer, check_message, has_more_than_content
 from rollouts.training.datasets.rows import Row, iter_rows, load_rows
 from rollouts.training.datasets.sample_files import (
     export_samples_to_huggingface_format,
@@ -56,7 +56,11 @@ class ChatRenderer(Protocol):
         """Tokens that the template appends to an answer: its end token, and what the model does not generate."""
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        **template_kwargs: Any,
     ) -> list[int]:
         """The token ids of a conversation."""
 
@@ -71,6 +75,8 @@ class Conversation:
     messages: list[Message]
     first_trained: int = 0
     tools: list[Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as `enable_thinking`."""
 
 
 def load_sft_dataset(
@@ -141,6 +147,7 @@ def as_messages(row: Row) -> Row:
     turns before the instruction. `messages`, `conversations` and `history` may be JSON text, as often in parquet and
     CSV. `ValueError` names the column.
     """
+    options = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
     has_messages = row.get("messages") is not None or row.get("conversations") is not None
     if has_messages and row.get("functions") and not row.get("tools"):
         raise ValueError("`functions` is the former name of `tools`: rename it, with the form of tools")
@@ -151,7 +158,7 @@ def as_messages(row: Row) -> Row:
     if row.get("conversations") is not None:
         turns = _read_turns(row["conversations"])
         has_own = bool(turns) and turns[0].get("role") == "system"
-        return {"messages": turns if has_own else [*_read_system(row), *turns], "tools": row.get("tools")}
+        return {"messages": turns if has_own else [*_read_system(row), *turns], **options}
     if row.get("instruction") is not None and row.get("output") is not None:
         prompt = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part)
         before = [*_read_system(row), *_read_history(row)]
@@ -159,10 +166,11 @@ def as_messages(row: Row) -> Row:
         return {
             "prompt": [*before, {"role": "user", "content": prompt}] if before else prompt,
             "completion": row["output"],
+            **options,
         }
     if row.get("question") is not None and row.get("answer") is not None:
         _check_text(row, "question", "answer")
-        return {"prompt": row["question"], "completion": row["answer"]}
+        return {"prompt": row["question"], "completion": row["answer"], **options}
     return row
 
 
@@ -245,8 +253,10 @@ def read_conversation(row: Row, index: int, template: str = "") -> Conversation:
             tools = json.loads(tools)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"row {index} of the data set: `tools` is not JSON: {error}") from error
+    with name_row(index):
+        options = _read_template_kwargs(row)
     if row.get("messages") is not None:
-        return Conversation(_messages(row["messages"], ASSISTANT, "messages", index, template), 0, tools)
+        return Conversation(_messages(row["messages"], ASSISTANT, "messages", index, template), 0, tools, options)
     if row.get("prompt") is None or row.get("completion") is None:
         raise ValueError(
             f"row {index} of the data set has the columns {', '.join(sorted(row))}: "
@@ -254,7 +264,22 @@ def read_conversation(row: Row, index: int, template: str = "") -> Conversation:
         )
     prompt = _messages(row["prompt"], "user", "prompt", index, template)
     completion = _messages(row["completion"], ASSISTANT, "completion", index, template)
-    return Conversation(prompt + completion, len(prompt), tools)
+    return Conversation(prompt + completion, len(prompt), tools, options)
+
+
+def _read_template_kwargs(row: Row) -> dict[str, Any]:
+    """The column `chat_template_kwargs`, as an object or its JSON text."""
+    options = row.get("chat_template_kwargs") or {}
+    if isinstance(options, str):
+        try:
+            options = json.loads(options)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"`chat_template_kwargs` is text, but not JSON: {error}") from error
+    if not isinstance(options, Mapping):
+        raise ValueError(f"`chat_template_kwargs` is {options!r}: it must be an object")
+    if taken := sorted(options.keys() & RENDER_OPTIONS):
+        raise ValueError(f"`chat_template_kwargs` must not set {taken[0]}: leave it out")
+    return dict(options)
 
 
 def render_conversation(
@@ -268,13 +293,13 @@ def render_conversation(
     rewrites earlier turns (for example, drops reasoning), because the model would be trained on contexts that do not
     occur.
     """
-    messages, tools = conversation.messages, conversation.tools
+    messages, tools, options = conversation.messages, conversation.tools, conversation.template_kwargs
     tokens: list[int] = []
     mask: list[float] = []
     for start, stop in find_trained_turns(conversation, roles):
         is_assistant = messages[start]["role"] == ASSISTANT
-        before = chat.render(messages[:start], tools, is_assistant) if start or is_assistant else []
-        after = chat.render(messages[:stop], tools, False)
+        before = chat.render(messages[:start], tools, is_assistant, **options) if start or is_assistant else []
+        after = chat.render(messages[:stop], tools, False, **options)
         if before[: len(tokens)] != tokens or after[: len(before)] != before:
             raise ValueError(_describe_unstable_prefix(index, start, chat, tokens, before, after))
         end = len(before) + find_turn_end(after[len(before) :], chat)
@@ -293,8 +318,8 @@ def render_turns(conversation: Conversation, chat: ChatRenderer, index: int = 0)
     turns = [start for start, _ in find_trained_turns(conversation)]
     if not turns:
         raise ValueError(f"row {index} of the data set has no assistant message to learn")
-    messages, tools = conversation.messages, conversation.tools
-    return [render_conversation(Conversation(messages[: i + 1], i, tools), chat, index) for i in turns]
+    parts = [replace(conversation, messages=conversation.messages[: i + 1], first_trained=i) for i in turns]
+    return [render_conversation(part, chat, index) for part in parts]
 
 
 def is_empty_turn(message: Message) -> bool:

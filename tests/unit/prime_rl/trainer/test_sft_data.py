@@ -103,6 +103,24 @@ def test_loss_mask_enables_roles(mask: dict[str, bool], expected: list[str], tok
     assert trained_text(sample, tokenizer) == expected
 
 
+@pytest.mark.parametrize("form", [dict, json.dumps])
+def test_template_arguments_of_a_row_are_used(form: Any, tokenizer: Any) -> None:
+    template = "{% if not enable_thinking|default(true) %}/no_think {% endif %}" + str(tokenizer.chat_template)
+    other = load_tokenizer("tiny-qwen3", template)
+    options = {"chat_template_kwargs": form({"enable_thinking": False})}
+    formats: list[dict[str, Any]] = [
+        {"messages": [QUESTION, ANSWER]},
+        {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]},
+        {"question": "ab", "answer": "ba"},
+        {"instruction": "ab", "output": "ba"},
+    ]
+    for row in formats:
+        for split_turns in (False, True):
+            plain, chosen = tokenize([row, row | options], other, split_turns=split_turns)
+            assert tokenizer.decode(chosen.tokens) == "/no_think " + tokenizer.decode(plain.tokens)
+            assert trained_text(chosen, tokenizer) == trained_text(plain, tokenizer) == ["ba<|im_end|>"]
+
+
 def test_turns_of_weight_zero_have_no_loss(tokenizer: Any) -> None:
     left_out, learned = ANSWER | {"weight": 0}, ANSWER | {"content": "c", "weight": 1}
     row = {"messages": [QUESTION, left_out, QUESTION, learned, QUESTION, left_out]}
@@ -186,6 +204,11 @@ WRONG_ROWS: list[Any] = [
         r"row 1 .*messages\[1\]\.function_call .* write it as tool_calls",
     ),
     ({"messages": [QUESTION, ANSWER], "functions": [{"name": "add"}]}, "row 1 .*`functions` .* rename it"),
+    (
+        {"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"tokenize": True}},
+        "row 1 .*`chat_template_kwargs` must not set tokenize",
+    ),
+    ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": 1}, "row 1 .*must be an object"),
     ({"messages": [QUESTION, ANSWER | {"weight": 0.5}]}, r"row 1 .*messages\[1\]\.weight is 0\.5: it must be 0"),
 ]
 
