@@ -54,14 +54,18 @@ def test_system_and_history_columns_come_before_the_prompt(tmp_path: Path) -> No
         {"system": "be", "conversations": turns},
         {"system": "no", "conversations": [{"from": "system", "value": "be"}, *turns]},
         {"system": "be", "instruction": "ab", "output": "cd", "history": []},
+        {"system": "be", "messages": [USER, {"role": "assistant", "content": "cd"}]},
+        {"system": "be", "prompt": "ab", "completion": "cd"},
+        {"system": "no", "prompt": [{"role": "developer", "content": "be"}, USER], "completion": "cd"},
+        {"system": "be", "question": "ab", "answer": "cd"},
         {"prompt": [USER, {"role": "assistant", "content": "x"}, USER], "completion": "cd"},
         {"system": "", "instruction": "ab", "output": "cd", "history": [["ab", "x"]]},
         {"instruction": "ab", "output": "cd", "history": '[["ab", "x"]]'},
     ]
     samples = load_sft_dataset(write(tmp_path / "rows.jsonl", rows), tokenizer=tokenizer)
-    assert all(s.tokens == samples[0].tokens and s.loss_mask == samples[0].loss_mask for s in samples[:4])
-    assert all(s.tokens == samples[4].tokens and s.loss_mask == samples[4].loss_mask for s in samples[5:])
-    assert samples[0].tokens != samples[4].tokens
+    assert all(s.tokens == samples[0].tokens and s.loss_mask == samples[0].loss_mask for s in samples[:8])
+    assert all(s.tokens == samples[8].tokens and s.loss_mask == samples[8].loss_mask for s in samples[9:])
+    assert samples[0].tokens != samples[8].tokens
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,8 @@ _SPEAKERS = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASS
 def as_messages(row: Row) -> Row:
     """Rows of the other known formats as `prompt` and `completion` or `messages`; any other row as it is.
 
-    A `system` column of `conversations` and `instruction` rows is their system message, and the pairs of `history` are
-    turns before the instruction. `messages`, `conversations` and `history` may be JSON text, as often in parquet and
+    A `system` column is the system message of a conversation without one, and the pairs of `history` are turns before
+    the instruction. `messages`, `conversations` and `history` may be JSON text, as often in parquet and
     CSV. `ValueError` names the column.
     """
     options = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
@@ -153,24 +153,21 @@ def as_messages(row: Row) -> Row:
         raise ValueError("`functions` is the former name of `tools`: rename it, with the form of tools")
     lists = {name: _read_list(row[name], name) for name in ("messages", "conversations") if row.get(name) is not None}
     row = {**row, **lists}
-    if row.get("messages") is not None or (row.get("prompt") is not None and row.get("completion") is not None):
-        return row
+    if row.get("messages") is not None:
+        return {**row, "messages": _add_system(row, row["messages"])}
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        return {**row, "prompt": _add_system(row, row["prompt"])}
     if row.get("conversations") is not None:
-        turns = _read_turns(row["conversations"])
-        has_own = bool(turns) and turns[0].get("role") == "system"
-        return {"messages": turns if has_own else [*_read_system(row), *turns], **options}
+        return {"messages": _add_system(row, _read_turns(row["conversations"])), **options}
     if row.get("instruction") is not None and row.get("output") is not None:
         prompt = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part)
-        before = [*_read_system(row), *_read_history(row)]
+        history = _read_history(row)
         _check_text(row, "output")
-        return {
-            "prompt": [*before, {"role": "user", "content": prompt}] if before else prompt,
-            "completion": row["output"],
-            **options,
-        }
+        turns = [*history, {"role": "user", "content": prompt}] if history else prompt
+        return {"prompt": _add_system(row, turns), "completion": row["output"], **options}
     if row.get("question") is not None and row.get("answer") is not None:
         _check_text(row, "question", "answer")
-        return {"prompt": row["question"], "completion": row["answer"], **options}
+        return {"prompt": _add_system(row, row["question"]), "completion": row["answer"], **options}
     return row
 
 
@@ -191,15 +188,24 @@ def _read_turns(turns: list[Any]) -> list[Message]:
             f"`conversations` has turns from {', '.join(unknown)}: `from` may be {', '.join(_SPEAKERS)}; use "
             "`messages` for other roles"
         )
-    return [{"role": _SPEAKERS[turn["from"]], "content": turn.get("value", "")} for turn in turns]
+    return [
+        {"role": _SPEAKERS[turn["from"]], "content": turn.get("value", "")}
+        | ({"weight": turn["weight"]} if "weight" in turn else {})
+        for turn in turns
+    ]
 
 
-def _read_system(row: Row) -> list[Message]:
-    """The `system` column as a message, if it has text."""
+def _add_system(row: Row, prompt: Any) -> Any:
+    """A prompt (text or messages) after the `system` column as a message, if that has text and the prompt no own."""
     text = row.get("system")
     if text is not None and not isinstance(text, str):
         raise ValueError("`system` is no text")
-    return [{"role": "system", "content": text}] if text else []
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not text or not isinstance(messages, list):
+        return prompt
+    first = messages[0] if messages else None
+    has_own = isinstance(first, Mapping) and first.get("role") in ("system", "developer")
+    return prompt if has_own else [{"role": "system", "content": text}, *messages]
 
 
 def _read_history(row: Row) -> list[Message]:

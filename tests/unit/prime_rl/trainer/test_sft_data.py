@@ -127,6 +127,10 @@ def test_turns_of_weight_zero_have_no_loss(tokenizer: Any) -> None:
     for split_turns in (False, True):
         [sample] = tokenize([row], tokenizer, split_turns=split_turns)
         assert trained_text(sample, tokenizer) == ["c<|im_end|>"]
+    speakers = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": speakers[m["role"]], "value": m["content"], "weight": m.get("weight")} for m in row["messages"]]
+    [sample] = tokenize([{"conversations": turns}], tokenizer)
+    assert trained_text(sample, tokenizer) == ["c<|im_end|>"]
     assert tokenize([{"messages": [QUESTION, left_out]}], tokenizer) == []
 
 
