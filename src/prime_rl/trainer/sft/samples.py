@@ -285,7 +285,22 @@ def check_data(config: SFTDataConfig, tokenizer: Tokenizer) -> None:
 def render_text(text: PlainText, index: int, tokenizer: Tokenizer) -> Sample:
     """Plain text sample with EOS."""
     before = encode_text(tokenizer, text.prompt, add_special_tokens=True)
-    after = encode_text(tokenizer, text.completion)
+    after = encode_completion(text, before, tokenizer)
     after += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     mask = [0.0] * len(before) + [1.0] * len(after)
     return Sample(prompt=text.prompt, tokens=before + after, loss_mask=mask, index=index, status=Status.COMPLETED)
+
+
+def encode_completion(text: PlainText, before: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The token ids of the completion behind those of the prompt, `before`.
+
+    Tokenizers such as Llama 2's put a space before every text, which must not appear inside of this one.
+    """
+    whole = encode_text(tokenizer, text.prompt + text.completion, add_special_tokens=True)
+    if whole[: len(before)] == before:
+        return whole[len(before) :]
+    alone, line_break = encode_text(tokenizer, text.completion), encode_text(tokenizer, "\n")
+    adds_space = encode_text(tokenizer, "a") != encode_text(tokenizer, "\na")[len(line_break) :]
+    joined = encode_text(tokenizer, f"\n{text.completion}")
+    is_joined = adds_space and text.prompt and joined[: len(line_break)] == line_break
+    return joined[len(line_break) :] if is_joined else alone

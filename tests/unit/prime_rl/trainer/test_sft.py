@@ -414,6 +414,30 @@ def test_text_is_trained_whole(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompt", "completion", "tokens"),
+    [
+        ("a:", " b", ["<s>", "▁a", ":", "▁b"]),
+        ("a", "b\n", ["<s>", "▁a", "b", "\n"]),
+        ("ab", "cb", ["<s>", "▁a", "b", "c", "b"]),  # the whole text has the token bc
+        ("", "ab", ["<s>", "▁a", "b"]),
+    ],
+)
+def test_completions_do_not_begin_with_an_added_space(prompt: str, completion: str, tokens: list[str]) -> None:
+    from tokenizers import Tokenizer, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("▁", "a"), ("▁", "b"), ("▁", "c"), ("b", "c")]
+    words = ["<s>", "▁", "\n", ":", "a", "b", "c", *map("".join, merges)]
+    model = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    llama2: Any = PreTrainedTokenizerFast(tokenizer_object=model)
+    [sample] = tokenize({"prompt": prompt, "completion": completion}, llama2)
+    assert llama2.convert_ids_to_tokens(sample.tokens) == tokens
+    assert sample.loss_mask.index(1) == len(llama2.encode(prompt))
+
+
+@pytest.mark.parametrize(
     ("rows", "message"),
     [
         ('{"prompt": "a", "completion": "b"}\n{"input": "a"}\n', "row 1 of the data set has the columns input"),
