@@ -78,8 +78,7 @@ def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None
     eos_ids = read_eos_ids(adapter_dir / GENERATION_FILE)
     files = read_model_files(base_dir, adapter_dir if has_tokenizer else None, eos_ids=eos_ids)
     save_tensors(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    config = adapt_config(files.config, dtypes, None)
+    config = adapt_config(files.config, tensors, None)
     if "lm_head.weight" in adapter.tensors or "model.embed_tokens.weight" in adapter.tensors:
         config["tie_word_embeddings"] = False
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

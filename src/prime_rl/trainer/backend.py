@@ -299,18 +299,22 @@ class Backend:
         return report
 
     def export_state_dict(self) -> dict[str, Tensor]:
-        """The published tensors, in the trainer's compute dtype (collective).
+        """The published tensors, in the trainer's compute dtype, except for `float32_names` (collective).
 
         With several ranks, rank 0 gets full tensors on the CPU and the others an empty dict.
         """
         build = merged_tensors if self.adapter_config is None else peft_tensors
+        dtype = self.placement.dtype
         if self.ranks.size == 1:
             with using_threads(None if self.concurrent is None else self.num_threads):
-                return {name: tensor.to(self.placement.dtype) for name, tensor in build(self.model).items()}
+                return {
+                    name: tensor if any(part in name for part in self.model.float32_names) else tensor.to(dtype)
+                    for name, tensor in build(self.model).items()
+                }
         named = without_critic(dict(self.model.named_parameters()))
         needed = {n: p.detach() for n, p in named.items() if not self.adapter_config or p.requires_grad}
         shard_map = gather_shard_map(needed, self.ranks, self.cuts)
-        tensors = gather_full_tensors(needed, shard_map, self.ranks, self.placement.dtype)
+        tensors = gather_full_tensors(needed, shard_map, self.ranks, dtype)
         return build(self.whole, tensors) if self.ranks.rank == 0 else {}
 
     def pop_expert_load(self) -> dict[str, float]:

@@ -23,7 +23,7 @@ from rollouts.training.backends.muon import Muon
 Schedule = Callable[[int], float]
 
 FREQUENCIES = "inv_freq"
-"""End of the names of the buffers of rotary embeddings in transformers' models."""
+"""Part of the names of the buffers of rotary embeddings in transformers' models."""
 
 
 def build_optimizer(
@@ -100,7 +100,8 @@ class MasterWeights:
 
     Each gradient is accumulated into the master gradient in float32 as soon as it is available, so that accumulation
     is exact and low-precision gradients are freed immediately. `device`: of the masters; unset: the model's. The
-    model's weights are rounded to `dtype` and stored in `arithmetic`; unset: `dtype`.
+    model's weights are rounded to `dtype` and stored in `arithmetic`; unset: `dtype`. Tensors whose names have one of
+    the model's `float32_names` are neither.
     """
 
     def __init__(
@@ -115,23 +116,31 @@ class MasterWeights:
             for name, p in model.named_parameters()
             if p.requires_grad
         }
-        # Engines keep rotary frequencies in fp32: rounded, they would turn late positions by whole radians.
+        # Engines keep these in fp32, too: rounded frequencies would turn late positions by whole radians.
+        kept = (FREQUENCIES, *getattr(model, "float32_names", ()))
         buffers = model.named_buffers(remove_duplicate=False)
-        frequencies = {name: buffer for name, buffer in buffers if name.endswith(FREQUENCIES)}
+        kept_buffers = {name: buffer for name, buffer in buffers if any(part in name for part in kept)}
+        kept_parameters = [(p, p.data) for name, p in model.named_parameters() if any(part in name for part in kept)]
         model.to(dtype).to(arithmetic or dtype)
-        for name, buffer in frequencies.items():
+        for name, buffer in kept_buffers.items():
             module, _, own = name.rpartition(".")
             setattr(model.get_submodule(module), own, buffer)
-        self._dtype = dtype
-        self._pairs = [(p, self.by_name[name]) for name, p in model.named_parameters() if p.requires_grad]
-        for parameter, master in self._pairs:
+        for parameter, data in kept_parameters:
+            parameter.data = data
+        wide = {id(parameter) for parameter, _ in kept_parameters}
+        self._pairs = [
+            (p, self.by_name[name], torch.float32 if id(p) in wide else dtype)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
+        for parameter, master, _ in self._pairs:
             parameter.register_post_accumulate_grad_hook(_add_gradient_to(master))
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the rounded masters into the model."""
-        for parameter, master in self._pairs:
-            parameter.copy_(master.to(self._dtype))
+        for parameter, master, dtype in self._pairs:
+            parameter.copy_(master.to(dtype))
 
 
 def _add_gradient_to(master: Tensor) -> Callable[[Tensor], None]:

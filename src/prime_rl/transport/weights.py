@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +162,7 @@ def publish_weights(
         save_tensors(cpu_tensors, directory / file, metadata={"format": "pt"})
         if adapter_config is not None:
             _write_json(directory / ADAPTER_CONFIG_FILE, adapter_config)
-        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in cpu_tensors.values()}
-        config = adapt_config(source.config, dtypes, num_layers)
+        config = adapt_config(source.config, cpu_tensors, num_layers)
         if tie_word_embeddings is not None:
             config["tie_word_embeddings"] = tie_word_embeddings
         _write_json(directory / "config.json", config)
@@ -198,11 +198,14 @@ def _format_json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(dict(value), indent=2) + "\n").encode()
 
 
-def adapt_config(config: dict[str, Any], dtypes: set[str], num_layers: int | None) -> dict[str, Any]:
-    """Adapt `config.json` to the published tensors: dtype, number of layers, no quantization."""
+def adapt_config(config: dict[str, Any], tensors: Mapping[str, Tensor], num_layers: int | None) -> dict[str, Any]:
+    """Adapt `config.json` to the published tensors: dtype (of most elements), number of layers, no quantization."""
     adapted = {key: value for key, value in config.items() if key not in ("dtype", "quantization_config")}
-    if len(dtypes) == 1:
-        adapted["torch_dtype"] = next(iter(dtypes))
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    if sizes:
+        adapted["torch_dtype"] = sizes.most_common(1)[0][0]
     if num_layers is not None:
         adapted["num_hidden_layers"] = num_layers
         if isinstance(adapted.get("layer_types"), list):

@@ -260,6 +260,8 @@ class CausalLM(nn.Module):
     """Whether the model runs on whole sequences only, so that an engine cannot cache keys."""
     max_positions: int | None = None
     """Length that no sequence may exceed, as positions are rows of a learned table; None without such a table."""
+    float32_names: frozenset[str] = frozenset()
+    """Parts of the names of tensors that stay in float32 in a narrow model, such as biases of routers."""
     layer_class: ClassVar[type[nn.Module]] = DecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     rounds_inputs = False

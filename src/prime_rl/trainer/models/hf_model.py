@@ -128,6 +128,7 @@ class HFCausalLM(CausalLM):
         self.config = describe_config(inner.config.get_text_config())
         self.head_scale = find_head_scale(inner.config.get_text_config())
         self.max_positions = find_max_positions(inner)
+        self.float32_names = frozenset(inner._keep_in_fp32_modules_strict or ())
         self._takes_positions = "position_ids" in inspect.signature(inner.base_model.forward).parameters
         self._function: AttendFunction | None = None
         self._obstacle = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,38 @@ def test_narrow_weights_keep_rotary_frequencies(tmp_path: Path) -> None:
     logprobs = compute_logits(model, [ids]).float().log_softmax(-1)
     errors = (logprobs - expected)[:-1].gather(-1, ids[1:, None]).abs().squeeze(-1)
     assert errors[1400:].mean() < 2 * errors[:200].mean(), "late positions are as close as early ones"
+
+
+def test_narrow_weights_keep_what_transformers_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_keep_in_fp32_modules_strict`: a buffer of DeepSeek-V3, matrices of ERNIE 4.5."""
+    heads = {"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
+    sizes = {"moe_intermediate_size": 16, "q_lora_rank": None}
+    monkeypatch.setitem(FAMILIES, "deepseek", ("DeepseekV3Config", {**heads, **experts, **sizes}))
+    options = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
+    monkeypatch.setitem(FAMILIES, "ernie", ("Ernie4_5_MoeConfig", options))
+    for family, part in (("deepseek", "e_score_correction_bias"), ("ernie", "gate.weight")):
+        base = save_model(family, tmp_path)
+        stored = load_file(base / "model.safetensors")
+        for name in stored:
+            if part in name:
+                stored[name] += torch.randn_like(stored[name])
+        save_file(stored, base / "model.safetensors", {"format": "pt"})
+        backend = build_backend(make_config(base, tmp_path, dtype="bfloat16"))
+        backend.stepper.after_step()
+        tensors = backend.export_state_dict()
+        [name] = [name for name in stored if part in name]
+        assert torch.equal(tensors[name], stored[name]), "not rounded"
+        assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+        published = publish_weights(tmp_path / "weights", 1, tensors, base)
+        assert json.loads((published / "config.json").read_text())["torch_dtype"] == "bfloat16"
+        shutil.rmtree(published)
 
 
 def test_auto_selects_native_decoder_if_supported(tmp_path: Path) -> None:
