@@ -399,10 +399,12 @@ def test_numpy_settings_of_an_optimizer_can_be_loaded(tmp_path: Path) -> None:
 
 def test_checkpoint_layout_is_documented(tmp_path: Path) -> None:
     backend = build_backend(tmp_path)
+    backend.model.generation_config.eos_token_id = [1, 7]
     step(backend, build_batch())
     path = anyio.run(backend.save_checkpoint, 1, {"loss": 0.5})
     names = {p.name for p in path.iterdir()}
-    assert {"pytorch_model.bin", "optimizer.bin", "metadata.json", "config.json", "STABLE"} == names
+    configs = {"config.json", "generation_config.json"}
+    assert {"pytorch_model.bin", "optimizer.bin", "metadata.json", "STABLE"} | configs == names
     metadata = json.loads((path / "metadata.json").read_text())
     assert {"step", "weight_version", "timestamp", "metrics", "format"} <= metadata.keys()
     reloaded = create_pytorch_backend(str(path), tmp_path / "next", device_type="cpu", dtype="float32")
@@ -410,6 +412,7 @@ def test_checkpoint_layout_is_documented(tmp_path: Path) -> None:
     published = anyio.run(backend.publish_weights, 1)
     assert check_directory(published)[0] == 1, "servers verify it"
     reloaded = create_pytorch_backend(str(published), tmp_path / "last", device_type="cpu", dtype="float32")
+    assert reloaded.model.generation_config.eos_token_id == [1, 7]
     assert same(weights_of(reloaded), weights_of(backend))
     for number in (2, 3):
         anyio.run(backend.publish_weights, number)

@@ -1,6 +1,7 @@
 """Reads and writes checkpoint directories; the format is the same for one device and for sharded parameters.
 
-    step_N/  pytorch_model.bin  optimizer.bin  metadata.json  [config.json]  [tokenizer files]  STABLE
+    step_N/  pytorch_model.bin  optimizer.bin  metadata.json  [config.json  generation_config.json]  [tokenizer files]
+             STABLE
 
 Both `.bin` files contain full tensors by parameter name. They are loaded with `weights_only=True`, which executes no
 code.
@@ -26,11 +27,12 @@ from rollouts.training.steps import is_complete, latest_step, step_path
 from rollouts.training.tensor_files import save_tensors
 
 FORMAT = 1
-MODEL_FILE, OPTIMIZER_FILE, METADATA_FILE, CONFIG_FILE = (
+MODEL_FILE, OPTIMIZER_FILE, METADATA_FILE, CONFIG_FILE, GENERATION_FILE = (
     "pytorch_model.bin",
     "optimizer.bin",
     "metadata.json",
     "config.json",
+    "generation_config.json",
 )
 
 
@@ -181,12 +183,15 @@ def write_weights(directory: Path, step: int, model: torch.nn.Module, state: Map
 
 
 def write_model_card(directory: Path, model: torch.nn.Module, architecture: str, tokenizer: Any) -> None:
-    """Write configuration and tokenizer, if present, so that `from_pretrained` can load the directory."""
+    """Write configurations and tokenizer, if present, so that `from_pretrained` can load the directory."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         fields = json.loads(config.to_json_string())
         fields["architectures"] = fields.get("architectures") or [architecture]
         (directory / CONFIG_FILE).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):  # not its `save_pretrained`, which refuses some published configurations
+        (directory / GENERATION_FILE).write_text(generation.to_json_string(), encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(str(directory))
 
