@@ -40,9 +40,11 @@ def test_prompts_of_every_format(tmp_path: Path) -> None:
         {"messages": [USER, ANSWER, USER, ANSWER]},
         {"messages": [USER]},
         {"messages": [USER, ANSWER, USER]},
+        {"messages": json.dumps([USER, ANSWER])},
     ]
     name = write(tmp_path / "rows.jsonl", rows)
-    assert load_rl_prompts(name) == ["a", "b", "c", "d", [USER], [USER, ANSWER, USER], [USER], [USER, ANSWER, USER]]
+    turns = [USER, ANSWER, USER]
+    assert load_rl_prompts(name) == ["a", "b", "c", "d", [USER], turns, [USER], turns, [USER]]
     assert load_rl_prompts(name, max_prompts=2) == ["a", "b"]
 
 
@@ -55,6 +57,8 @@ def test_rows_that_ask_nothing_are_named(tmp_path: Path) -> None:
     for row, sentence in [
         ({"text": "x"}, "row 0 of the data set has the columns text: a prompt is one of prompt, question"),
         ({"messages": [ANSWER]}, "row 0 of the data set has no message before the assistant's"),
+        ({"messages": "[{"}, "row 0 of the data set: `messages` is text, but not the JSON of a list of messages"),
+        ({"messages": ["a"]}, "row 0 of the data set: `messages` has entries that are no messages"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             load_rl_prompts(write(tmp_path / "rows.jsonl", [row]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from rollouts.training.datasets.rows import Row, load_rows
+from rollouts.training.datasets.rows import Row, load_rows, read_list
 
 QUESTIONS = ("prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "solution", "ground_truth", "output", "completion")
@@ -37,6 +38,12 @@ def read_prompt(row: Row, where: str) -> Any:
     messages = row.get("messages")
     if messages is None:
         return _first(row, QUESTIONS, "a prompt", where)
+    try:
+        messages = read_list(list(messages) if isinstance(messages, tuple) else messages, "messages")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(f"{where}: `messages` has entries that are no messages with a role")
     prompt = [dict(message) for message in messages]
     while prompt and prompt[-1].get("role") == "assistant":
         prompt.pop()

@@ -287,3 +287,15 @@ def is_hub_resolvable() -> bool:
     except OSError:
         return False
     return True
+
+
+def read_list(value: Any, column: str, items: str = "messages") -> list[Any]:
+    """A list, or the list that is given as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"`{column}` is text, but not the JSON of a list of {items}: {error}") from error
+    if not isinstance(value, list):
+        raise ValueError(f"`{column}` is a {type(value).__name__}: it must be a list of {items}")
+    return value

@@ -11,7 +11,7 @@ from itertools import islice, pairwise
 from typing import Any, Protocol
 
 from rollouts.training.datasets.chat import RENDER_OPTIONS, TemplateRenderer, check_message, has_more_than_content
-from rollouts.training.datasets.rows import Row, iter_rows, load_rows
+from rollouts.training.datasets.rows import Row, iter_rows, load_rows, read_list
 from rollouts.training.datasets.sample_files import (
     export_samples_to_huggingface_format,
     export_samples_to_jsonl,
@@ -151,7 +151,7 @@ def as_messages(row: Row) -> Row:
     has_messages = row.get("messages") is not None or row.get("conversations") is not None
     if has_messages and row.get("functions") and not row.get("tools"):
         raise ValueError("`functions` is the former name of `tools`: rename it, with the form of tools")
-    lists = {name: _read_list(row[name], name) for name in ("messages", "conversations") if row.get(name) is not None}
+    lists = {name: read_list(row[name], name) for name in ("messages", "conversations") if row.get(name) is not None}
     row = {**row, **lists}
     if row.get("messages") is not None:
         return {**row, "messages": _add_system(row, row["messages"])}
@@ -212,7 +212,7 @@ def _read_history(row: Row) -> list[Message]:
     """The pairs of a `history` column, of an instruction and its output, as messages."""
     pairs = row.get("history") or []
     if isinstance(pairs, str):
-        pairs = _read_list(pairs, "history", "pairs of an instruction and its output")
+        pairs = read_list(pairs, "history", "pairs of an instruction and its output")
     if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
         raise ValueError("`history` is no list of pairs of an instruction and its output")
     return [
@@ -222,18 +222,6 @@ def _read_history(row: Row) -> list[Message]:
 
 def _is_pair(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-
-
-def _read_list(value: Any, column: str, items: str = "messages") -> list[Any]:
-    """A list, or the list that is given as JSON text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"`{column}` is text, but not the JSON of a list of {items}: {error}") from error
-    if not isinstance(value, list):
-        raise ValueError(f"`{column}` is a {type(value).__name__}: it must be a list of {items}")
-    return value
 
 
 @contextmanager
