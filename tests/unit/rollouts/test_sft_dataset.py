@@ -11,7 +11,7 @@ import pytest
 
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.sft.samples import read_row
-from rollouts.training.datasets import load_sft_dataset
+from rollouts.training.datasets import load_sft_dataset, prepare_sft_sample
 
 USER, ASSISTANT = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
 FORMATS: list[dict[str, Any]] = [
@@ -136,6 +136,25 @@ def test_wrong_columns_name_row_and_column(tmp_path: Path, row: dict[str, Any], 
         load_sft_dataset(name, tokenizer=tokenizer)
     with pytest.raises(ValueError, match=re.escape(words)):
         read_row(row, 1, tokenizer)
+
+
+def test_the_history_of_a_response_may_be_rewritten() -> None:
+    """A template with an empty reasoning block in answers after the last question only, as Qwen3's."""
+    template = (
+        "{% set ns = namespace(last=0) %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think></think>{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = load_tokenizer("tiny-qwen3", template)
+    history = [USER, {"role": "assistant", "content": "b"}, USER]
+    sample = prepare_sft_sample(history, "d", tokenizer)
+    learned = [t for t, m in zip(sample.tokens, sample.loss_mask, strict=True) if m]
+    assert tokenizer.decode(learned) == "<think></think>d<|im_end|>"
+    with pytest.raises(ValueError, match="max_length is 4: raise it"):
+        prepare_sft_sample(history, "d", tokenizer, max_length=4)
 
 
 def test_bad_input(tmp_path: Path) -> None:

@@ -379,11 +379,17 @@ def tokenize_conversation(
 
     `ValueError` without an assistant turn, and for more than `max_length` tokens (no truncation).
     """
-    sample = render_conversation(Conversation(list(messages)), TemplateRenderer(tokenizer))
-    if len(sample.tokens) > max_length:
-        raise ValueError(f"the conversation has {len(sample.tokens)} tokens, max_length is {max_length}: raise it")
+    sample = _render_within(Conversation(list(messages)), tokenizer, max_length)
     edges = [i for i, (a, b) in enumerate(pairwise([1.0, *sample.loss_mask, 1.0])) if a != b]
     return sample.tokens, list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _render_within(conversation: Conversation, tokenizer: Any, max_length: int) -> Sample:
+    """The sample of a conversation; `ValueError` for more than `max_length` tokens."""
+    sample = render_conversation(conversation, TemplateRenderer(tokenizer))
+    if len(sample.tokens) > max_length:
+        raise ValueError(f"the conversation has {len(sample.tokens)} tokens, max_length is {max_length}: raise it")
+    return sample
 
 
 def compute_loss_mask(tokens: Sequence[int], user_message_spans: Sequence[tuple[int, int]]) -> list[float]:
@@ -407,9 +413,7 @@ def prepare_sft_sample(
     template = str(tokenizer.chat_template)
     history = _messages(prompt if isinstance(prompt, str) else list(prompt), "user", "prompt", 0, template)
     messages = [*history, {"role": ASSISTANT, "content": response}]
-    tokens, _ = tokenize_conversation(messages, tokenizer, max_length)
-    sample = render_conversation(Conversation(messages, len(history)), TemplateRenderer(tokenizer))
-    assert sample.tokens == tokens
+    sample = _render_within(Conversation(messages, len(history)), tokenizer, max_length)
     sample.prompt, sample.response, sample.index = prompt if isinstance(prompt, str) else history, response, None
     return sample
 
