@@ -76,8 +76,9 @@ def build_schedule(config: SchedulerConfig, lr: float, max_steps: int | None) ->
 
     Warmup: n / warmup_steps. linear: 1, then linear decay to min_lr over the last `decay_steps` steps.
     cosine: min + (1 - min) (1 + cos(pi p)) / 2 with p from 0 after warmup to 1 at the last step.
+    The only step of a run has the full rate: it is the last one, too, and would change nothing.
     """
-    if isinstance(config, ConstantSchedulerConfig):
+    if isinstance(config, ConstantSchedulerConfig) or max_steps == 1:
         return lambda step: 1.0
     low = config.min_lr / lr if lr else 1.0
     warmup = config.warmup_steps

@@ -379,6 +379,12 @@ def test_schedules(scheduler: dict[str, Any], expected: list[float]) -> None:
     assert [schedule(n) for n in range(1, 9)] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_single_step_has_the_full_learning_rate(kind: str) -> None:
+    config: SchedulerConfig = make_config(Path("unused"), scheduler={"type": kind}, max_steps=1).scheduler
+    assert build_schedule(config, 1.0, 1)(1) == 1
+
+
 def test_the_schedule_reaches_the_optimizer() -> None:
     parameter, stepper = make_stepper(schedule=lambda n: 1 / n)
     lrs = []
