@@ -122,6 +122,9 @@ class SFTValConfig(BaseConfig):
     name: str | None = None
     """Validation dataset; unset: hold out samples of the training data."""
 
+    subset: str | None = None
+    """Subset of the validation dataset; unset: that of the training data, if it has one subset of the same dataset."""
+
     split: str = "train"
     """Split of the validation dataset."""
 
@@ -133,6 +136,12 @@ class SFTValConfig(BaseConfig):
 
     eval_on_start: bool = True
     """Also evaluate before the first step."""
+
+    @model_validator(mode="after")
+    def _subset_needs_name(self) -> SFTValConfig:
+        if self.subset is not None and self.name is None:
+            raise ValueError("val.subset is one of a validation dataset: set val.name, too")
+        return self
 
 
 class FakeSFTDataConfig(BaseConfig):

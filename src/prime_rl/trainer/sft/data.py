@@ -289,8 +289,11 @@ def name_parts(parts: Sequence[tuple[str | None, str]]) -> list[str]:
 
 def _select_val_data(data: SFTDataConfig, val: SFTValConfig) -> SFTDataConfig:
     """The validation data set, read as the training data."""
-    no_mixture = {"subsets": None, "splits": None, "probabilities": None}
-    return data.model_copy(update={"name": val.name, "split": val.split} | no_mixture)
+    subsets = None if val.subset is None else [val.subset]
+    if subsets is None and val.name == data.name and data.subsets is not None and len(data.subsets) == 1:
+        subsets = data.subsets
+    one_part = {"subsets": subsets, "splits": None, "probabilities": None}
+    return data.model_copy(update={"name": val.name, "split": val.split} | one_part)
 
 
 def check_first_rows(config: SFTConfig) -> None:

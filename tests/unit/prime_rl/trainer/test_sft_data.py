@@ -416,6 +416,19 @@ def test_validation_loss_decreases(tmp_path: Path) -> None:
     assert rows[-1]["val_loss/mean"] < rows[0]["val_loss/mean"] / 2
 
 
+def test_validation_data_may_be_a_subset(tmp_path: Path, tokenizer: Any) -> None:
+    for subset, size in (("main", 3), ("other", 2)):
+        write(tmp_path / f"data/{subset}/train.jsonl", pairs("a", 4))
+        write(tmp_path / f"data/{subset}/test.jsonl", pairs("b", size))
+    name = str(tmp_path / "data")
+    for subset, size in ((None, 3), ("other", 2)):
+        val = {"name": name, "subset": subset, "split": "test"}
+        config = make_config({"name": name, "subsets": ["main"]}, val=val)
+        assert len(build_sft_batches(config, 320, tokenizer).held_out) == size
+    with pytest.raises(ValueError, match=r"set val\.name, too"):
+        make_config({"name": name}, val={"subset": "main"})
+
+
 def test_docs_snippets_work(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/sft.md: parse rows, settings and commands; run the mixing example."""
     page = (ROOT / "docs/sft.md").read_text()
