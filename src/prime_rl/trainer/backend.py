@@ -31,7 +31,7 @@ from prime_rl.trainer.forward import (
     pad_micro_batch,
     prepare_forward,
 )
-from prime_rl.trainer.lora import merged_tensors, peft_config, peft_tensors
+from prime_rl.trainer.lora import describe_adapter, merged_tensors, peft_config, peft_tensors
 from prime_rl.trainer.model import (
     DeviceConfig,
     build_adapter_spec,
@@ -95,6 +95,8 @@ class Backend:
     num_layers: int | None = None
     adapter_config: dict[str, Any] | None = None
     """PEFT config of the published adapter; None: full models are published."""
+    adapter: dict[str, Any] | None = None
+    """Base and scale of a LoRA adapter, see `describe_adapter`."""
     ranks: Ranks = field(default_factory=Ranks)
     mesh: Mesh = field(default_factory=Mesh)
     cuts: ShardSlices = field(default_factory=dict)
@@ -379,6 +381,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         has_critic=critic_config is not None,
         max_len=config.data.seq_len if isinstance(config, SFTConfig) else config.model.seq_len,
     )
+    adapter = None if config.model.lora is None else describe_adapter(model, build_adapter_spec(config.model.lora))
     adapter_config = None
     if config.model.lora is not None and not config.model.lora.merge:
         spec = build_adapter_spec(config.model.lora)
@@ -437,6 +440,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         shard_map,
         num_layers=config.model.debug.num_layers,
         adapter_config=adapter_config,
+        adapter=adapter,
         ranks=ranks,
         mesh=mesh,
         cuts=cuts,

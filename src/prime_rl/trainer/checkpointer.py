@@ -52,6 +52,7 @@ def _save(root: Path, step: int, backend: Backend, progress: Mapping[str, Any]) 
         backend.ranks,
         backend.shard_map,
         average=None if backend.average is None else backend.average.by_name,
+        adapter=backend.adapter,
     )
 
 
@@ -106,8 +107,8 @@ def resume(config: TrainConfig | SFTConfig, backend: Backend) -> tuple[dict[str,
 
     def load() -> None:
         parameters, shards = backend.parameters, backend.shard_map
-        loaded = load_checkpoint(run.checkpoints, step, parameters, stepper, ranks, ckpt, shards, average=average)
-        progress.update(loaded)
+        options: dict[str, Any] = {"average": average, "adapter": backend.adapter}
+        progress.update(load_checkpoint(run.checkpoints, step, parameters, stepper, ranks, ckpt, shards, **options))
 
     ranks.run_on_all_ranks(load)
     if stepper.schedule_start and config.max_steps is not None:

@@ -63,12 +63,13 @@ def save_checkpoint(
     shard_map: ShardMap | None = None,
     *,
     average: Mapping[str, Tensor] | None = None,
+    adapter: Mapping[str, Any] | None = None,
 ) -> Path:
     """Publish `root/step_N/trainer` atomically; every rank writes its own files (collective).
 
     `parameters` are the optimizer's parameters by name, and `shard_map` their shards (unset: gathered); `progress` is
     any JSON: data position, totals. Replicated tensors are written by the first rank that has them. `average` are this
-    rank's shards of the EMA weights by name.
+    rank's shards of the EMA weights by name, `adapter` is from `describe_adapter`.
     """
     ranks = ranks or Ranks()
     shard_map = shard_map or gather_shard_map(parameters, ranks)
@@ -88,6 +89,7 @@ def save_checkpoint(
                 "num_ranks": ranks.size,
                 "stepper": stepper.state(),
                 "progress": dict(progress),
+                "adapter": adapter,
             }
             (directory / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
@@ -127,6 +129,7 @@ def load_checkpoint(
     shard_map: ShardMap | None = None,
     *,
     average: Mapping[str, Tensor] | None = None,
+    adapter: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Restore parameters, moments, `average`, counters and RNG states in place; returns the saved `progress`.
 
@@ -142,6 +145,9 @@ def load_checkpoint(
     state = read_json_file(directory / STATE_FILE)
     if state.get("schema") not in READABLE:
         raise ValueError(f"{directory} has schema {state.get('schema')}, this version reads schema {SCHEMA}")
+    saved_adapter = state.get("adapter") or {}
+    if adapter and (wrong := [name for name, value in saved_adapter.items() if adapter[name] != value]):
+        raise ValueError(f"{directory} has an adapter of another {wrong[0]}: use the original one")
     num_ranks = state.get("num_ranks", 1)
     with open_shards(directory, MODEL, num_ranks) as saved:
         for name in {*saved, *shard_map.by_name}:

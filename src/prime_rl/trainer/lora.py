@@ -39,6 +39,10 @@ EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 """Not adapted in mixture-of-experts models, not even in dense layers: `peft` maps these names to the experts."""
 
 
+FINGERPRINT_SIZE = 64
+"""Number of values of each frozen tensor that identify the base model of a checkpoint."""
+
+
 @dataclass(frozen=True)
 class LoraSpec:
     """LoRA hyperparameters; `modules_to_save` are fully fine-tuned and stored in full."""
@@ -212,6 +216,19 @@ def _need_match(pattern: str, names: Iterable[str], key: str) -> None:
                 "model.lora: the model has no linear layers to adapt: train it in full, without model.lora"
             )
         raise ValueError(f"model.lora.{key}: {pattern!r} matches no module; available: {', '.join(kinds)}")
+
+
+def describe_adapter(model: CausalLM, spec: LoraSpec) -> dict[str, Any]:
+    """What an adapter's checkpoint lacks, by configuration key: a digest of some frozen values, in bfloat16, and alpha.
+
+    Computed of the whole model, before it is sharded.
+    """
+    digest = hashlib.sha256()
+    for _, parameter in sorted(without_critic(dict(model.named_parameters())).items()):
+        if not parameter.requires_grad:
+            values = parameter.detach().flatten()[:FINGERPRINT_SIZE].to("cpu", torch.bfloat16)
+            digest.update(values.view(torch.int16).numpy().tobytes())
+    return {"model.name": digest.hexdigest()[:16], "model.lora.alpha": spec.alpha}
 
 
 def adapter_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from prime_rl.trainer import backend as backend_module
 from prime_rl.trainer import model as model_module
@@ -96,6 +97,20 @@ def test_resumed_adapter_is_bit_identical_with_dropout(base: Path, tmp_path: Pat
     train(make_config(tmp_path / "part", base, lora, max_steps=4, ckpt={"resume_step": -1}))
     first, second = (read_manifest(tmp_path / d / "weights" / "step_4") for d in ("whole", "part"))
     assert first.tensors == second.tensors
+
+
+def test_adapters_resume_on_their_base_and_alpha_only(base: Path, tmp_path: Path) -> None:
+    lora = {"rank": 4, "target_modules": ["q_proj"]}
+    train(make_config(tmp_path / "out", base, lora, max_steps=1, ckpt={}))
+    resume = {"max_steps": 2, "ckpt": {"resume_step": -1}}
+    with pytest.raises(ValueError, match=r"an adapter of another model\.lora\.alpha: use the original one"):
+        train(make_config(tmp_path / "out", base, lora | {"alpha": 64.0}, **resume))
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor + 0.1 for name, tensor in tensors.items()}, other / "model.safetensors")
+    with pytest.raises(ValueError, match=r"an adapter of another model\.name: use the original one"):
+        train(make_config(tmp_path / "out", other, lora, **resume))
 
 
 def test_bfloat16_masters_cover_only_the_adapter(base: Path, tmp_path: Path) -> None:
