@@ -97,7 +97,8 @@ class Gemma3LM(CausalLM):
 
     def local_rope(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """As `rope`, for layers with a sliding window."""
-        if self._local_rope is None or self._local_rope[0].shape[0] < length or self._local_rope[0].device != device:
+        held = self._local_rope  # several threads may run the model
+        if held is None or held[0].shape[0] < length or held[0].device != device:
             local = replace(self.config, rope_theta=self.config.local_rope_theta, rope_scaling=None)
-            self._local_rope = compute_rope_tables(rope_frequencies(local), length, device)
-        return self._local_rope
+            held = self._local_rope = compute_rope_tables(rope_frequencies(local), length, device)
+        return held

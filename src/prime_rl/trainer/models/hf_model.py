@@ -12,6 +12,7 @@ Parameters keep their names in transformers, as adapters and checkpoints require
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -50,17 +51,32 @@ class UnsupportedAttention(Exception):
     """This attention is more than `AttentionBackend` computes."""
 
 
+class _ThreadAttend(threading.local):
+    """The `AttentionBackend` of the last forward pass of a thread."""
+
+    attend: AttentionBackend | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ThreadAttend:
+        return _ThreadAttend()
+
+
 class AttendFunction:
     """Attention of one model in the form of transformers' attention interface; calls the current `AttentionBackend`.
 
-    It also records the shapes of all layers, from which the KV cache is built.
+    Several threads may run the model, each with its own backend. It also records the shapes of all layers, from which
+    the KV cache is built.
     """
 
     def __init__(self) -> None:
-        self.attend: AttentionBackend | None = None
+        self._local = _ThreadAttend()
+        self._last: AttentionBackend | None = None
         self.shapes: dict[int, tuple[int, int, int]] = {}
         """Layer -> number of heads, of key heads, and head dimension."""
         self.windows: dict[int, int | None] = {}
+
+    def use(self, attend: AttentionBackend) -> None:
+        """Choose the backend of the next forward pass of this thread."""
+        self._local.attend = self._last = attend
 
     def __call__(
         self,
@@ -79,8 +95,9 @@ class AttendFunction:
         if scaling is not None and scaling != dim**-0.5:
             q = q * (scaling * dim**0.5)  # `attend` divides by sqrt(dim)
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-        assert self.attend is not None
-        return self.attend(layer, q, k, v, sliding_window)[None]
+        attend = self._local.attend or self._last  # a thread of autograd, which recomputes layers, has none of its own
+        assert attend is not None
+        return attend(layer, q, k, v, sliding_window)[None]
 
     def _check(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
         extra = sorted(name for name, value in options.items() if value is not None and name not in IGNORED_OPTIONS)
@@ -153,7 +170,7 @@ class HFCausalLM(CausalLM):
         self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], attend: AttentionBackend
     ) -> Float[Tensor, "tokens hidden"]:
         if self._function is not None:
-            self._function.attend = attend
+            self._function.use(attend)
             out = self.backbone(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
             hidden: Tensor = out.last_hidden_state[0]
         else:

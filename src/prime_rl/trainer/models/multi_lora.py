@@ -152,11 +152,12 @@ class AdapterTable:
             if own := [(changes[name], *place) for name, place in self._local.slices.items() if name in changes]:
                 matrices = [matrix for change, _, _ in own for matrix in (change.a, change.b)]
                 slices = tuple((start, end, change.scale) for change, start, end in own)
-                return cast(Tensor, _SliceDeltas.apply(args[0], y, slices, *matrices))  # type: ignore[no-untyped-call]
+                flat = args[0].flatten(0, -2), y.flatten(0, -2)  # models of transformers have a batch dimension
+                return cast(Tensor, _SliceDeltas.apply(*flat, slices, *matrices)).view_as(y)  # type: ignore[no-untyped-call]
             active = [(changes[name], *self._rows[name]) for name in self._rows if name in changes]
             if not active:
                 return None
-            x, rows = args[0].flatten(0, -2), y.flatten(0, -2)  # models of transformers have a batch dimension
+            x, rows = args[0].flatten(0, -2), y.flatten(0, -2)
             out = rows.clone()
             with self.route({}):  # modules with replaced parameters are called again, without adapters
                 for change, index, count in active:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.runtime.tokenizer import resolve_model_dir
+from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.registry import load_causal_lm
 from prime_rl.training_api.adapters import AdapterConfig, AdapterTrainer
 from prime_rl.training_api.passes import RunningPass
@@ -77,6 +80,31 @@ def collect(trainer: AdapterTrainer, passes: Sequence[RunningPass]) -> Bits:
     return found
 
 
+def advance_together(trainer: AdapterTrainer, *packs: Sequence[RunningPass]) -> None:
+    """Compute packs in threads that meet in the first layer, where each has chosen its rows."""
+    all_begun = threading.Barrier(len(packs))
+
+    def meet(*_: Any) -> None:
+        all_begun.wait(20)
+
+    hook = trainer.model.layers()[0].register_forward_pre_hook(meet)
+    with ThreadPoolExecutor(len(packs)) as threads:
+        list(threads.map(trainer.advance, packs))
+    hook.remove()
+
+
+def load_mistral(directory: Path) -> CausalLM:
+    """A small model that runs on transformers' code."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    MistralForCausalLM(
+        MistralConfig(vocab_size=320, hidden_size=32, intermediate_size=64, max_position_embeddings=256, **sizes)
+    ).save_pretrained(directory)
+    return load_causal_lm(directory)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
 def test_random_mixes_give_the_bits_of_each_alone(trainer: AdapterTrainer, seed: int) -> None:
     rng = random.Random(seed)
@@ -125,18 +153,33 @@ def test_packs_at_the_same_time_have_the_bits_of_one(trainer: AdapterTrainer) ->
     for p in alone:
         trainer.advance([p])
     expected = [p._logprobs for p in alone]
-    both = threading.Barrier(2)
-
-    def meet(*_: Any) -> None:
-        both.wait(20)
-
-    hook = trainer.model.model.layers[0].register_forward_pre_hook(meet)  # both threads have chosen their rows
     passes = start()
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(trainer.advance, (passes[:2], passes[2:])))
-    hook.remove()
+    advance_together(trainer, passes[:2], passes[2:])
     for p, logprobs in zip(passes, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(p._logprobs, logprobs, strict=True))
+
+
+def test_a_transformers_model_runs_two_packs_at_once(tmp_path: Path) -> None:
+    trainer = AdapterTrainer(copy.deepcopy(load_mistral(tmp_path)), 256, 96)  # as `serve` does
+    lengths = {"m1": (40, 25), "m2": (5, 60)}  # as many tokens, other boundaries
+    create(trainer)
+
+    def start() -> list[RunningPass]:
+        data = {
+            name: [Datum(list(range(n)), {"target_tokens": np.arange(n)}) for n in own] for name, own in lengths.items()
+        }
+        return [trainer.start_pass(name, PassRequest(own, "cross_entropy", {}, False)) for name, own in data.items()]
+
+    alone = start()
+    for p in alone:
+        trainer.advance([p])
+    expected = collect(trainer, alone)
+    together = start()
+    advance_together(trainer, together[:1], together[1:])
+    actual = collect(trainer, together)
+    for name in lengths:
+        assert len(actual[name]) == len(expected[name]) > 3
+        assert all(torch.equal(x, y) for x, y in zip(actual[name], expected[name], strict=True)), name
 
 
 def test_one_and_several_targets_have_the_same_logit_cap(trainer: AdapterTrainer) -> None:
