@@ -363,7 +363,7 @@ def _merge(model: HFCausalLM, adapter: Adapter) -> None:
 
 def describe_config(config: Any) -> DecoderConfig:
     """Model dimensions needed by training; fields about the computation itself are placeholders."""
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or 1  # state-space models have none
     return DecoderConfig(
         model_type=config.model_type,
         vocab_size=config.vocab_size,

@@ -36,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "falcon": {},
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": 0.5},
-    "mamba": {"state_size": 4},
+    "mamba": {"state_size": 4, "num_attention_heads": None, "num_key_value_heads": None},
 }
 RECOMPUTED = ("falcon", "gemma2", "mamba")
 EXPERTS = ("mixtral",)
@@ -46,7 +46,8 @@ def build_theirs(family: str, root: Path, seed: int = 0, **changes: Any) -> tupl
     """A model of transformers with random weights, and its directory."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(family, **{**SHAPE, **FAMILIES.get(family, {}), **changes})
+    options = {**SHAPE, **FAMILIES.get(family, {}), **changes}
+    config = transformers.AutoConfig.for_model(family, **{k: v for k, v in options.items() if v is not None})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"logits_scaling": 4.0}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
     "qwen2": ("Qwen2Config", {}),
-    "mamba": ("MambaConfig", {"state_size": 4}),
+    "mamba": ("MambaConfig", {"state_size": 4, "num_attention_heads": None, "num_key_value_heads": None}),
 }
 
 
@@ -59,7 +59,8 @@ def save_model(family: str, root: Path) -> Path:
 
     kind, extra = FAMILIES[family]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**{**SHAPE, **extra}))
+    options = {key: value for key, value in {**SHAPE, **extra}.items() if value is not None}
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
