@@ -13,6 +13,7 @@ from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
 from rollouts.training.datasets.rows import describe_hub_error
 from rollouts.training.json_files import read_json_file
+from rollouts.training.model_config import GENERATION_FILE, read_eos_ids
 from rollouts.training.steps import latest_step, step_path
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ def load_tokenizer(
         is_mistral = "stral" in str(read_json_file(directory / "config.json").get("model_type"))
         options = {} if is_mistral else {"fix_mistral_regex": False}
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory), **options)
+        if tokenizer.eos_token is None:  # that of GPT-2 is in the code of its own class
+            tokenizer.eos_token = _find_end_token(tokenizer, directory)
     else:
         from transformers import AutoTokenizer
 
@@ -161,6 +164,13 @@ def load_tokenizer(
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def _find_end_token(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str | None:
+    """The first end token that the model's configuration names."""
+    ids = read_eos_ids(directory / GENERATION_FILE) or read_eos_ids(directory / "config.json")
+    token = tokenizer.convert_ids_to_tokens(ids[0]) if ids else None
+    return token if isinstance(token, str) else None
 
 
 def read_chat_template(text_or_path: str) -> str:

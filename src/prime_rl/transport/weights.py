@@ -23,6 +23,7 @@ from rollouts.training.manifests import (
     read_manifest,
     write_manifest,
 )
+from rollouts.training.model_config import GENERATION_FILE, read_eos_ids
 from rollouts.training.steps import is_due, prune_steps, publish_step
 from rollouts.training.tensor_files import save_tensors
 
@@ -74,7 +75,6 @@ PLAIN_LORA: dict[str, tuple[object, ...]] = {
 """PEFT settings that change what the tensors mean, with their values in plain LoRA; unset ones are plain."""
 CONVERSION = "write it with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 TEMPLATE_FILE, FURTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates/*.jinja"
-GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer*",
     "*tokens*.json",
@@ -122,12 +122,6 @@ def read_model_files(
         generation = json.loads(files.get(GENERATION_FILE, "{}")) | {"eos_token_id": list(eos_ids)}
         files[GENERATION_FILE] = _format_json(generation)
     return ModelFiles(config, files)
-
-
-def read_eos_ids(path: Path) -> list[int]:
-    """The end tokens that a configuration file names; empty if it names none or is missing."""
-    ids = read_json_file(path).get("eos_token_id") if path.is_file() else None
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def _read(source: Path, patterns: tuple[str, ...]) -> dict[str, bytes]:

@@ -1,10 +1,14 @@
-"""Validates the sizes in a model's `config.json` before allocation."""
+"""Validates the sizes in a model's `config.json` before allocation, and reads its end tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from rollouts.training.json_files import read_json_file
+
+GENERATION_FILE = "generation_config.json"
 LIMITS = {
     "vocab_size": 100_000_000,
     "hidden_size": 1_000_000,
@@ -59,3 +63,9 @@ def check_model_config(
                 raise ValueError(f"{key} = {value!r} in {source} must be a whole number from {lowest} to {limit}")
     if isinstance(nested := config.get("text_config"), Mapping):
         check_model_config(nested, f"text_config of {source}")
+
+
+def read_eos_ids(path: Path) -> list[int]:
+    """The end tokens that a configuration file names; empty if it names none or is missing."""
+    ids = read_json_file(path).get("eos_token_id") if path.is_file() else None
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

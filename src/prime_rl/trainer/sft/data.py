@@ -322,7 +322,10 @@ def build_tokenizer(config: SFTConfig) -> Tokenizer | None:
     """Load the tokenizer of a run on real data."""
     if not isinstance(config.data, SFTDataConfig):
         return None
-    tokenizer: Tokenizer = load_tokenizer(config.tokenizer.name or config.model.name, config.tokenizer.chat_template)
+    name = config.tokenizer.name or config.model.name
+    tokenizer: Tokenizer = load_tokenizer(name, config.tokenizer.chat_template)
+    if tokenizer.eos_token_id is None:
+        logger.warning(f"Texts are trained without an end token: set eos_token in the tokenizer_config.json of {name}")
     return tokenizer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,16 @@ def test_a_template_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_missing_template_file_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.chat_template = 'chat\.jinj' is neither a file nor a template"):
         load_tokenizer("no-such-model", "chat.jinj")
+
+
+@pytest.mark.parametrize(("ids", "expected"), [(258, True), ([258, 0], True), (10**6, False), (None, False)])
+def test_a_tokenizer_without_end_token_has_the_models(ids: Any, expected: bool, tmp_path: Path) -> None:
+    """The end token of GPT-2 is in the code of its tokenizer class only."""
+    shutil.copy(resolve_model_dir("tiny-qwen3") / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.eos_token_id == (258 if expected else None)
 
 
 def test_model_names(tmp_path: Path) -> None:
