@@ -12,6 +12,7 @@ from torch import Tensor
 from prime_rl.trainer.model import DeviceConfig
 from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention, RoundedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.hf_model import HFCausalLM
 from prime_rl.trainer.parallel.context_parallel import ContextShare, count_slots
 from prime_rl.trainer.parallel.pipeline_parallel import PackedInputs
 from prime_rl.trainer.parallel.tensor_parallel import vocab_part
@@ -40,10 +41,11 @@ def pad_micro_batch(micro: MicroBatch, mesh: Mesh, device: torch.device, num_tok
 
 
 def can_share_prefixes(model: CausalLM, placement: DeviceConfig, mesh: Mesh) -> bool:
-    """Whether shared prefixes can be computed once: not with cp, tp, pp or ep, with experts (which count tokens), with
-    FlashAttention (which takes full sequences), or for models whose tokens interact outside of `attend`."""
+    """Whether shared prefixes can be computed once: not with cp, tp, pp or ep, with our experts (which count tokens),
+    with FlashAttention (which takes full sequences), or for models whose tokens interact outside of `attend`."""
     is_whole = mesh.cp.size == mesh.tp.size == mesh.pp.size == mesh.ep.size == 1
-    return is_whole and model.mixes_tokens_only_in_attend and placement.attn != "flash" and not model.config.num_experts
+    counts_tokens = model.config.num_experts > 0 and not isinstance(model, HFCausalLM)
+    return is_whole and model.mixes_tokens_only_in_attend and placement.attn != "flash" and not counts_tokens
 
 
 def prepare_forward(

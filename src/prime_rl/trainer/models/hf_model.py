@@ -384,7 +384,14 @@ def describe_config(config: Any) -> DecoderConfig:
         qk_norm=False,
         initializer_range=getattr(config, "initializer_range", 0.02),
         logit_cap=getattr(config, "final_logit_softcapping", None),
+        num_experts=_find_size(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        num_experts_per_tok=_find_size(config, "num_experts_per_tok", "moe_k"),
     )
+
+
+def _find_size(config: Any, *names: str) -> int:
+    """The first of these sizes that a config has, else 0."""
+    return next((size for name in names if isinstance(size := getattr(config, name, None), int) and size), 0)
 
 
 def find_max_positions(inner: Any) -> int | None:

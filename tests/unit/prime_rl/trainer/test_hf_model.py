@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.forward import compute_head, compute_table
+from prime_rl.trainer.lora import DEFAULT_TARGETS, LoraSpec, add_lora
 from prime_rl.trainer.model import load_model, resolve_placement
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import tensor_names
@@ -124,6 +125,11 @@ def test_learned_tables_of_positions_are_found(kind: str, expected: int | None) 
 
     config = getattr(transformers, f"{kind}Config")(**SHAPE)
     assert find_max_positions(transformers.AutoModelForCausalLM.from_config(config)) == expected
+
+
+def test_lora_adapts_only_attention_beside_experts(tmp_path: Path) -> None:
+    model = load_causal_lm(save_model("mixtral", tmp_path))
+    assert {name.rpartition(".")[2] for name in add_lora(model, LoraSpec(2, 4.0))} == set(DEFAULT_TARGETS[:4])
 
 
 def test_rows_longer_than_the_table_of_positions_are_refused(tmp_path: Path) -> None:
