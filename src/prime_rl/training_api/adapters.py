@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from prime_rl.trainer.lora import EXPERT_MATRICES, Adapter, LoraSpec, init_matrix_a
+from prime_rl.trainer.lora import Adapter, LoraSpec, init_matrix_a
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.multi_lora import AdapterTable
 from prime_rl.training_api.passes import RunningPass, compute_pack, start_pass
@@ -21,9 +21,6 @@ from rollouts.kernels.linear import Linear
 
 ALPHA = 32.0
 """LoRA alpha of every adapter, as on the Tinker service; the scale is ALPHA / rank."""
-
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,7 @@ class AdapterConfig:
     @property
     def spec(self) -> LoraSpec:
         """The adapter's hyperparameters."""
-        targets = (*(ATTENTION if self.train_attn else ()), *(MLP if self.train_mlp else ()))
-        return LoraSpec(self.rank, ALPHA, target_modules=targets)
+        return LoraSpec(self.rank, ALPHA)
 
 
 @dataclass
@@ -102,15 +98,34 @@ class TrainedAdapter:
         return {"grad_norm": float(norm)}
 
 
+def find_matrices(model: CausalLM) -> dict[str, tuple[nn.Linear, bool]]:
+    """Linear layers that adapters change, by name, and whether they belong to attention.
+
+    All of the decoder layers, whatever their names are; in mixture-of-experts models those of attention only.
+    `ValueError` if there are none.
+    """
+    inside = {module for layer in model.layers() for module in layer.modules()}
+    found: dict[str, tuple[nn.Linear, bool]] = {}
+    for name, module in model.named_modules():
+        if module in inside and isinstance(module, nn.Linear):
+            is_attention = "attn" in name or "attention" in name
+            if is_attention or not model.config.num_experts:
+                found[name] = (module, is_attention)
+    if not found:
+        raise ValueError("the training API cannot train this model: its layers have no module of the type nn.Linear")
+    return found
+
+
 class AdapterTrainer:
     """Adapters over one model, which nothing else may use; threads may `advance` different adapters."""
 
     def __init__(self, model: CausalLM, max_len: int, micro_batch_tokens: int) -> None:
         if model.recomputes:
-            raise ValueError("the training API needs the native decoder: this architecture runs on transformers")
+            raise ValueError("the training API cannot train a model that is computed on whole sequences")
         self.model = model.eval().requires_grad_(False)
         self.max_len, self.micro_batch_tokens = max_len, micro_batch_tokens
         self.table = AdapterTable(model)
+        self._matrices = find_matrices(model)
         self.mixes = type(model) is CausalLM and not model.config.num_experts
         """Whether the bits of a row's gradient do not depend on the other rows: not known of other models."""
         for module in model.modules():
@@ -120,11 +135,9 @@ class AdapterTrainer:
 
     def create(self, name: str, config: AdapterConfig) -> TrainedAdapter:
         """Add an adapter: A uniform as a function of seed and module, B zero."""
-        frozen = EXPERT_MATRICES if self.model.config.num_experts else ()
-        targets = [target for target in config.spec.target_modules if target not in frozen]
         parameters: dict[str, Tensor] = {}
-        for path, module in self.model.named_modules():
-            if isinstance(module, nn.Linear) and path.endswith(tuple(f".{target}" for target in targets)):
+        for path, (module, is_attention) in self._matrices.items():
+            if config.train_attn if is_attention else config.train_mlp:
                 a = init_matrix_a(config.seed, path, config.rank, module.in_features)
                 b = torch.zeros(module.out_features, config.rank)
                 dtype, device = module.weight.dtype, module.weight.device

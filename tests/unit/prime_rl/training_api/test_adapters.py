@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.lora import LoraSpec, add_lora
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.hf_model import HFCausalLM
 from prime_rl.trainer.models.registry import load_causal_lm
-from prime_rl.training_api.adapters import ALPHA, AdapterConfig, AdapterTrainer, TrainedAdapter
+from prime_rl.training_api.adapters import ALPHA, AdapterConfig, AdapterTrainer, TrainedAdapter, find_matrices
 from prime_rl.training_api.passes import PassResult
 from prime_rl.training_api.wire import Datum, PassRequest
 
@@ -177,6 +179,36 @@ def test_matrices_follow_the_choice(trainer: AdapterTrainer) -> None:
     assert names and all(".self_attn." in name for name in names)
     with pytest.raises(ValueError, match="selects no matrices"):
         trainer.create("n", AdapterConfig(4, 0, train_attn=False, train_mlp=False))
+
+
+def build_transformers_model(family: str, **options: Any) -> CausalLM:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"vocab_size": 64, "intermediate_size": 16, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(family, **{**sizes, **options})
+    return HFCausalLM(transformers.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "mlp"),
+    [
+        ("phi3", "o_proj qkv_proj", "down_proj gate_up_proj"),
+        ("gpt_neox", "dense query_key_value", "dense_4h_to_h dense_h_to_4h"),
+        ("starcoder2", "k_proj o_proj q_proj v_proj", "c_fc c_proj"),
+        ("qwen2_moe", "k_proj o_proj q_proj v_proj", ""),  # not the shared experts and their gate
+    ],
+)
+def test_all_linear_layers_of_a_family_are_adapted(family: str, attention: str, mlp: str) -> None:
+    experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    model = build_transformers_model(family, **experts if family == "qwen2_moe" else {})
+    for is_attention, names in ((True, attention), (False, mlp)):
+        found = [name for name, (_, kind) in find_matrices(model).items() if kind == is_attention]
+        assert sorted({name.rpartition(".")[2] for name in found}) == names.split()
+        assert len(found) == 2 * len(names.split()), "in both layers"
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no module of the type nn\.Linear"):
+        find_matrices(build_transformers_model("gpt2", n_embd=16, n_layer=2, n_head=2))
 
 
 @pytest.mark.parametrize(
