@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from prime_rl.configuration.command import run_command
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -120,6 +122,7 @@ def build_service(config: ServeConfig) -> TrainingService:
     from prime_rl.inference.embedded.engine import EmbeddedEngine
     from prime_rl.runtime.machine import keep_freed_memory
     from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
+    from prime_rl.trainer.model import find_base_name
     from prime_rl.trainer.models.placement import limit_threads
     from prime_rl.trainer.models.registry import load_causal_lm, load_eos_ids
     from prime_rl.training_api.adapters import AdapterTrainer
@@ -161,7 +164,17 @@ def build_service(config: ServeConfig) -> TrainingService:
     log = RequestLog(config.output_dir / "requests.sqlite", settings)  # refuses a second server
     store = AdapterStore(config.output_dir / "training_runs")  # removes what a killed server was writing
     sampling = build_sampling(config.sampling, store)
-    return TrainingService(config, trainer, AsyncEngine(engine), store, log, str(model_dir), sampling)
+    names = find_base_name(config.model.name, model_dir), find_tokenizer(config, model_dir)
+    return TrainingService(config, trainer, AsyncEngine(engine), store, log, *names, sampling)
+
+
+def find_tokenizer(config: ServeConfig, model_dir: Path) -> str:
+    """Name by which clients load the tokenizer: the model's directory, on other machines its hub id if it has one."""
+    from prime_rl.pretrained.push import find_hub_id
+    from prime_rl.runtime.http_access import LOOPBACK
+
+    hub_id = None if config.host in LOOPBACK else find_hub_id(config.model.name)
+    return hub_id or str(model_dir)
 
 
 def build_sampling(config: SamplingServerConfig, store: AdapterStore) -> ServerSampling | None:

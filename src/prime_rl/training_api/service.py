@@ -46,7 +46,10 @@ def check_sampling_number(seq_id: Any) -> None:
 
 
 class TrainingService:
-    """Everything that routes use; only threads of `TrainingLoop` call the trainer."""
+    """Everything that routes use; only threads of `TrainingLoop` call the trainer.
+
+    `base_name` and `tokenizer` are names by which `peft` loads the base model, and clients its tokenizer.
+    """
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class TrainingService:
         engine: AsyncEngine,
         store: AdapterStore,
         log: RequestLog,
+        base_name: str,
         tokenizer: str,
         sampling: SamplingBackend | None = None,
     ) -> None:
@@ -63,7 +67,7 @@ class TrainingService:
         self.metrics = ServerMetrics(config.output_dir)
         self.futures = Futures(log, self.metrics.observe)
         self.training = TrainingLoop(
-            Executor(trainer, store, config.model.name),
+            Executor(trainer, store, base_name),
             log,
             self.futures,
             SnapshotStore(config.output_dir / "snapshots"),

@@ -13,10 +13,12 @@ from starlette.testclient import TestClient
 from training_requests import PROTO, TOKENS, Server, build_pass
 
 from prime_rl.inference.server import bind
+from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.training_api import routes
 from prime_rl.training_api.config import LimitsConfig, ServeConfig, ServedModelConfig
-from prime_rl.training_api.serve import build_app, build_service, serve
+from prime_rl.training_api.serve import build_app, build_service, find_tokenizer, serve
 from prime_rl.training_api.wire import CLASSES
+from rollouts.training.json_files import read_json_file
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     service = build_service(config)
     with TestClient(build_app(service), base_url="http://127.0.0.1:8010") as client:
         yield Server(client, service)
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "expected"),
+    [
+        ("owner/model", "127.0.0.1", "/cache/model"),
+        ("owner/model", "0.0.0.0", "owner/model"),
+        ("smollm2", "0.0.0.0", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("tiny-qwen3", "0.0.0.0", "/cache/model"),
+    ],
+)
+def test_other_machines_load_the_tokenizer_by_hub_id(name: str, host: str, expected: str) -> None:
+    config = ServeConfig.model_validate({"model": {"name": name}, "host": host})
+    assert find_tokenizer(config, Path("/cache/model")) == expected
 
 
 def test_service_routes(server: Server) -> None:
@@ -75,6 +91,7 @@ def test_training_lowers_the_loss_and_info_names_the_rank(server: Server) -> Non
     assert losses[-1] < losses[0]
     info = server.post("get_info", {"model_id": model_id})
     assert (info["lora_rank"], info["model_name"], info["is_lora"]) == (4, "tiny-qwen3", True)
+    assert info["model_data"]["tokenizer_id"] == str(resolve_model_dir("tiny-qwen3"))
     runs = server.call("GET", "training_runs", params={"limit": 100}).json()["training_runs"]
     assert model_id in [run["training_run_id"] for run in runs]
     assert server.call("GET", f"training_runs/{model_id}").json()["lora_rank"] == 4
@@ -190,6 +207,8 @@ def test_checkpoints_are_saved_loaded_and_managed(server: Server) -> None:
 
     save = {"model_id": model_id, "seq_id": 7, "path": "two", "ttl_seconds": 7200}
     sampled = server.result(server.post("save_weights_for_sampler", save))["path"]
+    [saved] = server.service.config.output_dir.glob("training_runs/*/sampler_weights/two/adapter_config.json")
+    assert read_json_file(saved)["base_model_name_or_path"] == str(resolve_model_dir("tiny-qwen3")), "as peft loads it"
     found = server.call("GET", f"training_runs/{model_id}/checkpoints").json()["checkpoints"]
     assert [(c["tinker_path"], c["checkpoint_type"]) for c in found] == [(path, "training"), (sampled, "sampler")]
     assert found[0]["expires_at"] is None and found[1]["expires_at"] is not None
