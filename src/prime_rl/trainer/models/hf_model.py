@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -83,25 +84,28 @@ class AttendFunction:
         module: nn.Module,
         q: Float[Tensor, "1 heads tokens dim"],
         k: Float[Tensor, "1 kv_heads tokens dim"],
-        v: Float[Tensor, "1 kv_heads tokens dim"],
+        v: Float[Tensor, "1 kv_heads tokens v_dim"],
         scaling: float | None = None,
         sliding_window: int | None = None,
         **options: Any,
-    ) -> Float[Tensor, "1 tokens heads dim"]:
+    ) -> Float[Tensor, "1 tokens heads v_dim"]:
         """Attend; `UnsupportedAttention` for anything beyond plain causal attention with an optional window."""
         self._check(module, q, k, v, options)
         layer, dim = int(module.layer_idx), q.shape[-1]  # type: ignore[arg-type]
         self.shapes[layer], self.windows[layer] = (q.shape[1], k.shape[1], dim), sliding_window
         if scaling is not None and scaling != dim**-0.5:
             q = q * (scaling * dim**0.5)  # `attend` divides by sqrt(dim)
+        if (size := v.shape[-1]) < dim:  # values of DeepSeek-V3 are smaller than its keys
+            v = F.pad(v, (0, dim - size))
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         attend = self._local.attend or self._last  # a thread of autograd, which recomputes layers, has none of its own
         assert attend is not None
-        return attend(layer, q, k, v, sliding_window)[None]
+        return attend(layer, q, k, v, sliding_window)[None, ..., :size]
 
     def _check(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
         extra = sorted(name for name, value in options.items() if value is not None and name not in IGNORED_OPTIONS)
-        if extra or k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[2] != k.shape[2]:
+        fits = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] >= v.shape[-1] and q.shape[2] == k.shape[2]
+        if extra or not fits:
             raise UnsupportedAttention(", ".join(extra) or "head dimensions")
         causal = options.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal) or not hasattr(module, "layer_idx"):

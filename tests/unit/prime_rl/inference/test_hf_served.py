@@ -34,12 +34,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "cohere2": {"sliding_window": 8, "logit_scale": 0.25},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        **{"moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    },
     "falcon": {},
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": 0.5},
     "mamba": {"state_size": 4, "num_attention_heads": None, "num_key_value_heads": None},
 }
 RECOMPUTED = ("falcon", "gemma2", "mamba")
-EXPERTS = ("mixtral",)
+EXPERTS = ("mixtral", "deepseek_v3")
 
 
 def build_theirs(family: str, root: Path, seed: int = 0, **changes: Any) -> tuple[Any, Path]:
