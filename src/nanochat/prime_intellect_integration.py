@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,8 +79,9 @@ class PrimeIntellectRLAdapter:
 
     def compute_reward(self, messages: Sequence[Message], response: str) -> float:
         """The environment's reward of `response` to one of its prompts; raises `ValueError` for unknown prompts."""
-        row = self._find_row(messages)
-        [rollout] = asyncio.run(self.environment.run_group(row, _Saying(response), "nanochat", [{}]))
+        scoring = self.environment.run_group(self._find_row(messages), _Saying(response), "nanochat", [{}])
+        with ThreadPoolExecutor(1) as thread:  # the caller may be inside an event loop, as in a notebook
+            [rollout] = thread.submit(asyncio.run, scoring).result()
         if rollout.failed:
             raise ValueError(f"the environment could not score this: {rollout.error}")
         return rollout.reward

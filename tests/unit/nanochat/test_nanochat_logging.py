@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -486,3 +487,10 @@ def test_the_adapter_scores(adapter: PrimeIntellectRLAdapter) -> None:
     assert adapter.compute_reward(row["prompt"], "I do not know") == 0.0
     with pytest.raises(ValueError, match="no such prompt"):
         adapter.compute_reward([{"role": "user", "content": "Who?"}], "x")
+
+
+def test_the_adapter_scores_inside_an_event_loop(adapter: PrimeIntellectRLAdapter) -> None:
+    async def score() -> float:
+        return adapter.compute_reward(adapter.load_environment().get_dataset()[0]["prompt"], "I do not know")
+
+    assert asyncio.run(score()) == 0.0
