@@ -109,9 +109,9 @@ GEMMA3_LOCAL_ROPE_THETA = 10000.0
 OPTIONAL_KEYS = ("num_key_value_heads", "rope_theta", "head_dim")
 
 
-def gemma3_layer_types(num_layers: int) -> list[str]:
+def gemma3_layer_types(num_layers: int, interval: int = 6) -> list[str]:
     """Every sixth layer of Gemma 3 attends to all tokens; GGUF has no key for it."""
-    return ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(num_layers)]
+    return ["full_attention" if (i + 1) % interval == 0 else "sliding_attention" for i in range(num_layers)]
 
 
 def gemma3_query_scalar(config: Mapping[str, Any]) -> int:

@@ -98,13 +98,16 @@ def _check_rope_layers(config: dict[str, Any], directory: Path) -> None:
 
 def _check_gemma3(config: dict[str, Any], directory: Path) -> None:
     """`ValueError` for options that differ from those of the published sizes: GGUF has no keys for them."""
+    num_layers = config["num_hidden_layers"]
     expected = {
-        "layer_types": gemma3_layer_types(config["num_hidden_layers"]),
+        "layer_types": gemma3_layer_types(num_layers),
         "query_pre_attn_scalar": gemma3_query_scalar({"head_dim": 256, **config}),
         "rope_local_base_freq": GEMMA3_LOCAL_ROPE_THETA,
     }
     local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     found = {"query_pre_attn_scalar": 256, "rope_local_base_freq": local.get("rope_theta", 10000.0), **config}
+    if found.get("layer_types") is None:  # of older versions of transformers
+        found["layer_types"] = gemma3_layer_types(num_layers, found.get("sliding_window_pattern") or 6)
     for key, value in expected.items():
         if found.get(key, value) != value:
             raise ValueError(f"{directory}: {key} = {found[key]!r} cannot be written as GGUF, only {value}")

@@ -186,11 +186,18 @@ def test_every_tensor_name_is_inverted(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"query_pre_attn_scalar": 4}, {"layer_types": ["full_attention"] * 6}], ids=["scale", "layers"]
+    "change",
+    [
+        {"query_pre_attn_scalar": 4},
+        {"layer_types": ["full_attention"] * 6},
+        {"layer_types": None, "sliding_window_pattern": 2},
+    ],
+    ids=["scale", "layers", "pattern"],
 )
 def test_other_options_of_gemma3_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "gemma3_text")
     config = json.loads((model / "config.json").read_text()) | change
+    config = {key: value for key, value in config.items() if value is not None}
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"{next(iter(change))} = .* cannot be written as GGUF"):
         write_gguf(model, tmp_path / "model.gguf")
