@@ -32,6 +32,8 @@ __all__ = [
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 HUB_CODE_FILES = ("*.py", "*.tiktoken")
 """Code of a tokenizer, and a format that only such code reads."""
+SECOND_WEIGHTS = ["consolidated*.safetensors", "*/*.safetensors"]
+"""The same weights in the form of the publisher's own programs, such as those of Mistral and gpt-oss."""
 
 WRITTEN_BY_A_RUN = re.compile(r"(^|/)weights/step_\d+/?$")
 ASSETS_DIR = Path(__file__).resolve().parents[1] / "assets"
@@ -69,7 +71,7 @@ def resolve_model_dir(name: str, trust_remote_code: bool = False) -> Path:
 
     try:
         patterns = [*HUB_FILES, *(HUB_CODE_FILES if trust_remote_code else ())]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=SECOND_WEIGHTS))
     except Exception as error:
         raise ValueError(f"model.name {name!r} is no directory and {describe_hub_error(error)}") from error
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import TWO_ROLES
@@ -149,7 +150,7 @@ def test_code_of_a_hub_model_is_only_fetched_if_trusted(
 ) -> None:
     data, code = ["config.json", "tokenizer_config.json"], ["tokenization_mine.py", "vocab.tiktoken"]
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], **_: object) -> str:
         for file in (*data, *code):
             if any(fnmatch(file, pattern) for pattern in allow_patterns):
                 (tmp_path / file).write_text("{}")
@@ -167,6 +168,20 @@ def test_code_of_a_hub_model_is_only_fetched_if_trusted(
     for file in code:
         (tmp_path / file).unlink(missing_ok=True)
     assert load(str(prepare_model_dir(config)), trusted) == found, "as vLLM loads it"
+
+
+def test_weights_in_a_second_form_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["config.json", "model-00001-of-00002.safetensors", "additional_chat_templates/tools.jinja"]
+    others = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "original/model.safetensors"]
+    found: list[str] = []
+
+    def download(name: str, **patterns: Any) -> str:
+        found.extend(filter_repo_objects([*files, *others], **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model_dir("owner/twice") == tmp_path
+    assert found == files
 
 
 def test_the_shipped_shape_fits_whole_vector_lanes() -> None:
