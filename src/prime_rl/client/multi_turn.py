@@ -190,6 +190,8 @@ class MultiTurnClient:
         known = turn.text
         if turn.stopped:  # the stop string, which the environment may leave out, and what its last token adds
             whole = await self._client.detokenize({"tokens": turn.completion_ids})
+            if not whole.startswith(turn.answer):  # some decoders drop the first space of a text
+                whole = f" {whole}"
             known += whole.removeprefix(turn.answer)
             if not whole.startswith(turn.answer) or not text.startswith(known):
                 return None

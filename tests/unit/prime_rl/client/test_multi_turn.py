@@ -144,6 +144,18 @@ def test_a_stop_string_stands_once_in_the_next_prompt(suffix: str, expected: lis
     assert ("/tokenize" in [path for path, _ in wire.seen]) == suffix.startswith(";")
 
 
+def test_a_detokenizer_may_drop_the_first_space() -> None:
+    """As that of Llama 2; the text of a completion has it."""
+
+    class Llama2(Wire):
+        def answer(self, path: str, body: Any) -> dict[str, Any]:
+            found: dict[str, Any] = super().answer(path, body)
+            return {"prompt": found["prompt"].removeprefix(" ")} if path == "/detokenize" else found
+
+    wire = Llama2(script=[turn([ord(" "), 49, 50, ord(";")])])
+    assert continue_text(wire, "a 12;34", ";") == [ord("a"), ord(" "), 49, 50, ord(";"), PAIR + 34]
+
+
 def test_text_behind_a_stop_string_is_not_sent_back() -> None:
     assert continue_text(Wire(script=[turn([PAIR + 12])]), "a1x", "1") == encode("a1x")
 
