@@ -296,9 +296,13 @@ class BaselineEvaluator:
             return Baseline(list(scores)), []
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            if found["examples"] == describe_examples(rows):
+            if "examples" in found:
+                is_same, means = found["examples"] == describe_examples(rows), found["history"]
+            else:  # of an older release, which wrote the best means only
+                is_same, means = len(found["student"]) == len(rows), {"0": found["best"]}
+            if is_same:
                 # Later versions are of attempts that this one replaces.
-                history = {int(past): means for past, means in found["history"].items() if int(past) < version}
+                history = {int(past): mean for past, mean in means.items() if int(past) < version}
                 return Baseline(found["student"], history=history), found["teacher"]
             problem = f"{path} is of other examples, and is kept"
         except FileNotFoundError:

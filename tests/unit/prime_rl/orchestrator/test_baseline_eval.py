@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,6 +268,20 @@ def test_a_damaged_file_of_baselines_is_unknown(tmp_path: Path, content: str) ->
     assert (unknown, teacher) == (Baseline([0.5], is_known=False), [])
     evaluator._save_baseline("world", rows, unknown)
     assert path.read_text() == content, "a later version's scores are not those before training"
+
+
+def test_baselines_of_an_older_release_are_read(tmp_path: Path) -> None:
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "teacher_model": {"context": "C "}})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), RunDir(tmp_path))
+    (tmp_path / "evals").mkdir()
+    content = {"student": [0.1], "teacher": [0.9], "best": {"": 0.7}}
+    (tmp_path / "evals" / "baseline_world.json").write_text(json.dumps(content))
+    known = Baseline([0.1], history={0: {"": 0.7}})
+    assert evaluator._load_baseline("world", [{"prompt": "a"}], 8, [0.5]) == (known, [0.9])
+    unknown, _ = evaluator._load_baseline("world", [{"prompt": "a"}] * 2, 8, [0.5, 0.5])
+    assert not unknown.is_known
 
 
 @pytest.mark.parametrize("weights", ["frozen", "ema"])
