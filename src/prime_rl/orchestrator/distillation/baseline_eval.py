@@ -21,7 +21,7 @@ from prime_rl.generation.rollout_jobs import ModelEndpoint
 from prime_rl.orchestrator.distillation.answers import write_answers
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome, to_outcomes
-from prime_rl.orchestrator.distillation.teacher import Teacher
+from prime_rl.orchestrator.distillation.teacher import Teacher, UnscorableSample
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import Environment
@@ -320,7 +320,8 @@ class BaselineEvaluator:
     ) -> list[tuple[Sample, list[int], int]]:
         """The teacher's samples with the student's prompt, that of `rows`, instead of the one of `context_rows`.
 
-        Samples with another prompt, such as later ones of a conversation, are left out.
+        Samples with another prompt, such as later ones of a conversation, are left out, and those that the student's
+        server cannot tokenize.
         """
         found = []
         for group, row, context_row in zip(groups, rows, context_rows, strict=False):
@@ -331,9 +332,12 @@ class BaselineEvaluator:
                 key = "prompt" if "prompt" in chat_request else "messages"
                 start = sample.loss_mask.index(1.0)
                 prompts = (chat_request[key], context_row["prompt"], row["prompt"])
-                sent, shown, prompt = [
-                    await self.teacher.render({**chat_request, key: one}, self.clients[0]) for one in prompts
-                ]
+                try:
+                    sent, shown, prompt = [
+                        await self.teacher.render({**chat_request, key: one}, self.clients[0]) for one in prompts
+                    ]
+                except UnscorableSample:  # such as a prompt beyond the window of the student's server
+                    continue
                 if sent == shown:
                     found.append((sample, [*prompt, *sample.tokens[start:]], len(prompt)))
         return found

@@ -25,7 +25,7 @@ from prime_rl.orchestrator.distillation.baseline_eval import (
     fingerprint,
 )
 from prime_rl.orchestrator.distillation.context import ContextProvider
-from prime_rl.orchestrator.distillation.teacher import Teacher
+from prime_rl.orchestrator.distillation.teacher import SkipReason, Teacher, UnscorableSample
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.agents import Turn
 from rollouts.training.agent_integration import Rollout
@@ -349,6 +349,29 @@ def test_samples_of_the_teacher_follow_its_weights(tmp_path: Path, weights: str)
 
     assert measure(0) == [[*b"b", 0]]
     assert measure(4) == [[*b"b", 0 if weights == "frozen" else 4]]
+
+
+def test_prompts_beyond_the_students_window_are_left_out(tmp_path: Path) -> None:
+    """The window of the teacher's own server may be larger."""
+
+    class SmallWindow(RenderingTeacher):
+        async def render(self, chat_request: Mapping[str, Any], client: Any) -> list[int]:
+            ids = await super().render(chat_request, client)
+            if len(ids) > 3:
+                raise UnscorableSample(SkipReason.OVERLONG, "/tokenize failed")
+            return ids
+
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "teacher_model": {"context": "C "}})
+    assert config.teacher_model is not None
+    teacher = SmallWindow(ContextProvider(config.teacher_model, config.env, 0), TokenScorer([], "m"), "m")
+    evaluator = BaselineEvaluator(teacher, RunDir(tmp_path))
+    evaluator.teacher, evaluator.clients = teacher, ["s"]
+    rows, shown = ([{"prompt": [{"content": f"{context}{i}"}]} for i in ("b", "bb")] for context in ("", "C "))
+    groups = [
+        [Rollout(prompt="", turns=[Turn([1], [7], [-0.5], chat_request={"messages": row["prompt"]})])] for row in shown
+    ]
+    found = anyio.run(evaluator._swap_prompts, groups, rows, shown)
+    assert [tokens for _, tokens, _ in found] == [[*b"b", 7]]
 
 
 def test_context_environment_uses_outcomes_of_the_student() -> None:
