@@ -87,7 +87,7 @@ def check_proposer(config: EvolveConfig) -> None:
 
 async def run_search(run: GenerationRun, config: EvolveConfig, context: str, base_urls: Sequence[str]) -> Search:
     """Search with the environment's training examples; writes the files after every candidate."""
-    from prime_rl.evolve.proposer import build_proposer, digest_proposer
+    from prime_rl.evolve.proposer import build_proposer, describe_proposer
     from prime_rl.evolve.records import ProposalLog
     from prime_rl.generation.model_server import connect
     from prime_rl.generation.resume_log import ResumeLog, compute_digest
@@ -109,7 +109,7 @@ async def run_search(run: GenerationRun, config: EvolveConfig, context: str, bas
             **run.resume_settings(env, endpoint, config.model.name, "train"),
             "context": [context, config.context_position, config.separator],
             "search": [config.examples, config.minibatch_size, config.stop_reward, len(rows)],
-            "proposer": [config.proposer.model_dump(exclude={"client"}), digest_proposer(config.proposer.function)],
+            "proposer": describe_proposer(config.proposer),
         }
         resume_log = ResumeLog(folder, settings, resume=config.resume)
         stack.callback(resume_log.close)

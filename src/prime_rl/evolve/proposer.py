@@ -49,14 +49,16 @@ def build_proposer(config: EvolveConfig, client: Any) -> Proposer:
     return propose
 
 
-def digest_proposer(function: str | None) -> str:
-    """Hash of the file of a function and of the files beside it that it imports; "" of a model."""
-    if function is None:
-        return ""
-    import_function(function, "proposer.function")
-    module = function.partition(":")[0]
+def describe_proposer(config: ProposerConfig) -> dict[str, Any]:
+    """What proposals depend on: the settings, and of a function a hash of its file and of those that it imports."""
+    settings = config.model_dump(exclude={"client"})
+    if config.function is None:
+        return settings
+    import_function(config.function, "proposer.function")
+    module = config.function.partition(":")[0]
     file = sys.modules[module].__file__
-    return digest_code(EnvSource(function, module, file=None if file is None else Path(file)))
+    source = EnvSource(config.function, module, file=None if file is None else Path(file))
+    return {**settings, "code": digest_code(source)}
 
 
 def _build_model_proposer(config: ProposerConfig, model: str, client: Any, seed: int) -> Proposer:

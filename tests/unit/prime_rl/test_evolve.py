@@ -23,7 +23,7 @@ from prime_rl.evolve.evolve import (
     show_search,
     shows_context,
 )
-from prime_rl.evolve.proposer import digest_proposer, extract_context
+from prime_rl.evolve.proposer import describe_proposer, extract_context
 from prime_rl.evolve.search import Candidate, Search, find_front, select_parent
 from prime_rl.generation.session import GenerationRun
 from prime_rl.utils.monitor import build_monitor
@@ -205,8 +205,11 @@ def test_digest_of_a_function_follows_its_code(tmp_path: Path, monkeypatch: pyte
     for text in ("one", "two"):
         (tmp_path / f"propose_{text}.py").write_text("from proposals import propose\n")
         (tmp_path / "proposals.py").write_text(f"def propose(context, examples, rng):\n    return {text!r}\n")
-        digests.append(digest_proposer(f"propose_{text}:propose"))
-    assert "" not in digests and len({*digests}) == 2 and digest_proposer(None) == ""
+        config = build_config(tmp_path, proposer={"function": f"propose_{text}:propose"})
+        digests.append(describe_proposer(config.proposer)["code"])
+    assert len({*digests}) == 2
+    model = build_config(tmp_path, proposer={}).proposer
+    assert describe_proposer(model) == model.model_dump(exclude={"client"}), "as recorded by older releases"
 
 
 def test_model_proposer_reads_examples_and_seeds_repeat(api: FakeApi, tmp_path: Path) -> None:
