@@ -184,12 +184,17 @@ class EvolveSession:
         ]
         self.is_new |= any(missing)
 
+        without = list[int]()
+
         def record(index: int, numbers: Sequence[int], rollouts: Sequence[Any]) -> None:
+            if not any(shows_context(rollout, context) for rollout in rollouts):
+                without.append(index)  # not recorded, or a resumed search would not notice it
+                return
             results = [to_result(rollout, number) for number, rollout in zip(numbers, rollouts, strict=True)]
             self.resume_log.add(block + index, digests[index], results, 0.0)
 
-        groups = await run_rows(self.environment, rows, missing, self.config, self.endpoint, record)
-        if not all(shows_context(rollout, context) for group in groups for rollout in group):
+        await run_rows(self.environment, rows, missing, self.config, self.endpoint, record)
+        if without:
             raise ValueError(
                 f"environment {env.id!r} does not send the prompts of its rows, so evolve cannot insert a context"
             )
@@ -249,10 +254,13 @@ class EvolveSession:
 
 
 def shows_context(rollout: Rollout, context: str) -> bool:
-    """Whether a request of the rollout contains the context; True if the server does not report requests."""
+    """Whether a request of the rollout contains the context, from whose ends an environment may strip white space.
+
+    True if the server does not report requests.
+    """
     import msgspec
 
-    text = msgspec.json.encode(context)[1:-1]
+    text = msgspec.json.encode(context.strip())[1:-1]
     requests = [msgspec.json.encode(turn.chat_request) for turn in rollout.turns if turn.chat_request is not None]
     return not requests or any(text in request for request in requests)
 

@@ -310,7 +310,18 @@ def test_requests_without_the_context_are_noticed() -> None:
     task = {"messages": [{"role": "system", "content": [{"type": "text", "text": 'Say "é"\nand stop.'}]}]}
     assert shows_context(build_rollout(title, task), 'Say "é"\nand') and shows_context(build_rollout(title), "")
     assert shows_context(build_rollout(), "C") and shows_context(build_rollout(None), "C")
+    assert shows_context(build_rollout(title), "Name this.\n\n")
     assert not shows_context(build_rollout(title, None), "C")
+
+
+def test_an_environment_with_other_prompts_ends_the_search(
+    api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.evolve.evolve.shows_context", lambda rollout, context: False)
+    config = build_config(tmp_path)
+    for _ in range(2):  # a resumed search, too
+        with pytest.raises(ValueError, match="'facts' does not send the prompts of its rows"):
+            run(config, api)
 
 
 def test_budget_below_the_first_context(api: FakeApi, tmp_path: Path) -> None:
