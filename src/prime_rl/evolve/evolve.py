@@ -200,11 +200,10 @@ class EvolveSession:
             )
         results = [result for i in examples for result in self.resume_log.results(block + i, self.num_rollouts)]
         failed = [result for result in results if result.failed]
-        if any(result.failed_beside(final) for result in failed) or (number <= 0 and len(failed) == len(results)):
-            raise RuntimeError(
-                f"{len(failed)} of {len(results)} rollouts failed: {failed[-1].error}\n"
-                "  run the same command to retry them"
-            )
+        is_retried = any(result.failed_beside(final) for result in failed)
+        if is_retried or (number <= 0 and len(failed) == len(results)):
+            cure = "run the same command to retry them" if is_retried else "correct the cause and pass --no-resume"
+            raise RuntimeError(f"{len(failed)} of {len(results)} rollouts failed: {failed[-1].error}\n  {cure}")
         if failed:
             logger.warning(f"Candidate {number}: {len(failed)} rollouts failed and count as 0: {failed[-1].error}")
         return {i: self._score(block + i) for i in examples}

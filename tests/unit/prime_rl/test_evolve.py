@@ -126,6 +126,10 @@ def test_rewards_that_raise_count_as_zero(api: FakeApi, tmp_path: Path) -> None:
     assert (search.candidates[0].mean, search.best.mean) == (0.5, 1.0)
     api.requests.clear()
     assert run(config, api, PlainEnvironment(rows, reward)).candidates == search.candidates and not api.requests
+    broken = PlainEnvironment(rows, lambda completion: 1 / 0)
+    with pytest.raises(RuntimeError, match="2 of 2 rollouts failed") as failure:
+        run(build_config(tmp_path / "broken", max_retries=0), api, broken)
+    assert "pass --no-resume" in str(failure.value), "what failed for good is not run again"
 
 
 def test_search_stays_in_its_budget_and_continues(api: FakeApi, tmp_path: Path) -> None:
