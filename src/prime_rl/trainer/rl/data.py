@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.config import FakeDataConfig, LossConfig, TrainConfig
 from prime_rl.transport.factory import build_receiver
@@ -137,7 +139,7 @@ def check_teacher(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) 
                 f'loss.distill.estimator is "{loss.distill.estimator}" but the teacher scored {scored}: set '
                 f"orchestrator.teacher_model.top_logprobs = {top_logprobs}, or start both by rl"
             )
-        fits = max(memoryview(table.ids).cast("i")) < vocab_size if table.ids else table.k == vocab_size
+        fits = np.frombuffer(table.ids, np.int32).max() < vocab_size if table.ids else table.k == vocab_size
         if not fits:
             raise ValueError(
                 f"the teacher's vocabulary has another size than the student's {vocab_size}, which "
