@@ -41,7 +41,8 @@ class MessageParser:
     def tags(self) -> set[str]:
         """The tags that it looks for, some of which may be special tokens."""
         dialect = TOOL_DIALECTS[self.tools]
-        return {*dialect.opening, *dialect.closing, *((THINK_OPEN, THINK_CLOSE) if self.reasoning else ())}
+        tags = {tag for tag in (*dialect.opening, *dialect.closing) if tag.strip()}
+        return tags | ({THINK_OPEN, THINK_CLOSE} if self.reasoning else set())
 
     def opens(self, prompt: list[int], decode: Callable[[list[int]], str]) -> bool:
         """Whether the prompt ends with an opening reasoning tag, as some chat templates write it."""

@@ -101,6 +101,7 @@ def test_tags_that_are_special_tokens_are_text(tmp_path: Path) -> None:
     decode = build_decode(tokenizer, parser.tags)
     assert decode(ids, True) == text and decode(ids, False) == f"{text}<|im_end|>"
     assert "<tool_call>" not in build_decode(tokenizer)(ids, True)
+    assert parser.tags == {*tags}, "not the line breaks around calls, which may end a turn"
     parsed = parse({"messages": [], "tools": [{}]}, chat=True)
     [request] = build_requests([1], parsed, 99, [])
     writer = Writer("m", decode, TokenNames(tokenizer), parser)
