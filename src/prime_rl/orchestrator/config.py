@@ -376,12 +376,12 @@ class OrchestratorConfig(TrackersConfig):
         """Keys that eval.sampling does not set are those of training."""
         evaluation, trained = (data.get("eval"), data.get("sampling")) if isinstance(data, dict) else (None, None)
         given = evaluation.get("sampling") if isinstance(evaluation, dict) else None
-        if not isinstance(evaluation, dict) or not isinstance(given, dict) or not given:
+        if not isinstance(evaluation, dict) or not isinstance(given, dict):
             return data
-        trained, first = dict(trained) if isinstance(trained, (dict, SamplingConfig)) else {}, next(iter(given))
-        section = find_source_key(info, f"eval.sampling.{first}").removesuffix(first)
+        trained = dict(trained) if isinstance(trained, (dict, SamplingConfig)) else {}
+        first = find_source_key(info, ".".join(["eval.sampling", *list(given)[:1]]))
         for name in trained.keys() - given.keys():
-            note_source(info, f"{section}{name}", "sampling of training")
+            note_source(info, f"{first.partition('eval.sampling')[0]}eval.sampling.{name}", "sampling of training")
         return {**data, "eval": {**evaluation, "sampling": {**trained, **given}}}
 
     @model_validator(mode="after")

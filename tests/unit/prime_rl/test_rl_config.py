@@ -489,6 +489,9 @@ def test_evaluations_sample_as_training_unless_set() -> None:
         found = evaluation.sampling
         assert (found.temperature, found.top_p, found.max_tokens) == (0, 1, 128)
     assert parse(*greedy).orchestrator.sampling.temperature == 1
+    empty = RLConfig.model_validate({"orchestrator": {"sampling": {"max_tokens": 128}, "eval": {"sampling": {}}}})
+    assert empty.orchestrator.eval is not None and empty.orchestrator.eval.sampling is not None
+    assert empty.orchestrator.eval.sampling.max_tokens == 128, "an empty section sets no key"
 
 
 # The advantage half of an objective
