@@ -301,6 +301,27 @@ def test_a_resumed_stream_keeps_its_own_staleness(size: int, level: int, in_orde
     run(main)
 
 
+def test_a_resume_with_part_of_a_batch_more_keeps_finished_groups() -> None:
+    """With 3 slots and batches of 2, group 2 is drawn with group 0 and trained a version later."""
+
+    async def generate(group_index: int, prompt: str) -> list[Sample]:
+        return [Sample(prompt=prompt, tokens=[1], loss_mask=[1.0], versions=[(0, 0)])]
+
+    def build() -> AsyncRolloutManager:
+        return AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(2), generate_group=generate, slots=3)
+
+    async def main() -> None:
+        first, resumed = build(), build()
+        async with first:
+            await first.generate_batch()
+            await first.wait_until_idle()
+        assert list(first.groups.ready) == [2]
+        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert list(resumed.groups.ready) == [2] and not resumed.restarts
+
+    run(main)
+
+
 def test_ranks_that_share_groups_resume_from_the_state_of_one() -> None:
     """Rank r generates the groups r, r + 2, ...; others are placeholders without tokens."""
 

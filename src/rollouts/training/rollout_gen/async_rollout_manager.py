@@ -276,7 +276,7 @@ class AsyncRolloutManager:
         self._unreleased.clear()
         self._on_outcomes([Outcome.from_list(values) for values in state["unreleased"]])
         if self.slots is not None and self.in_order:
-            max_staleness = self.slots // self.config.batch_size - 1
+            max_staleness = (self.slots - 1) // self.config.batch_size
             ready = self.groups.ready
             for i, group_index in enumerate(sorted({*self.groups.returned, *ready})):
                 oldest = self.step_count + i // self.config.batch_size - max_staleness
