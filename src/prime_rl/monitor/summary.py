@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +126,9 @@ def sample_text(row: Mapping[str, Any], show_reward: bool = True) -> str:
         out.append(f"[expected answer] {printable(str(row['answer']))}")
     rewards = row.get("metrics")
     if show_reward and isinstance(rewards, Mapping) and len(rewards) > 1:
-        out.append("[rewards] " + ", ".join(f"{printable(name)} {value:.4g}" for name, value in rewards.items()))
+        # JSON has no NaN: it is null.
+        numbers = {name: math.nan if value is None else value for name, value in rewards.items()}
+        out.append("[rewards] " + ", ".join(f"{printable(name)} {value:.4g}" for name, value in numbers.items()))
     return "\n".join(out)
 
 

@@ -205,12 +205,12 @@ def test_messages_of_tools_and_tables() -> None:
 
 
 def test_failed_samples_show_answer_and_reward_functions() -> None:
-    row = {"step": 1, "prompt": "2+2", "completion": "4", "answer": "four", "metrics": {"exact": 0.0, "short": 0.25}}
+    row = {"step": 1, "prompt": "2+2", "completion": "4", "answer": "four", "metrics": {"exact": None, "short": 0.25}}
     assert sample_text(row).splitlines()[1:] == [
         "[user] 2+2",
         "[assistant] 4",
         "[expected answer] four",
-        "[rewards] exact 0, short 0.25",
+        "[rewards] exact nan, short 0.25",
     ]
     assert "[rewards]" not in sample_text(row, show_reward=False)
 
