@@ -115,7 +115,8 @@ async def iter_endpoints(
         return
     served = await list_models(clients[0])
     name = job.model if job.model in served or not served else served[0]
-    engines = [PrimeEngine(url, headers=clients[0].headers) for url in base_urls]
+    timeout = max(config.client.timeout, PrimeEngine.timeout)
+    engines = [PrimeEngine(url, timeout, headers=clients[0].headers) for url in base_urls]
     for step in job.steps:
         path = step_path(config.weights_dir, step).resolve()
         logger.info(f"Loading {path}")

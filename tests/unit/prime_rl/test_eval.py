@@ -7,6 +7,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -16,7 +17,7 @@ from loguru import logger
 from prime_rl.configuration.sections import GenerationEnvConfig, SamplingConfig
 from prime_rl.eval import envs
 from prime_rl.eval.config import EvalConfig
-from prime_rl.eval.eval import EvalJob, build_job, evaluate, evaluate_environment, server_options
+from prime_rl.eval.eval import EvalJob, build_job, evaluate, evaluate_environment, iter_endpoints, server_options
 from prime_rl.eval.results import format_metrics, format_row, write_results
 from prime_rl.generation import rollout_jobs
 from prime_rl.generation.model_server import build_server_argv
@@ -30,6 +31,7 @@ from rollouts.training.environments import digest_code
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import publish_step
 from rollouts.training.types import Status
+from rollouts.training.weight_sync import HttpServer
 
 
 def rollout(reward: float, length: int = 2, **fields: Any) -> Rollout:
@@ -456,6 +458,28 @@ def test_series_of_steps(tmp_path: Path) -> None:
         build_job(parse("--weights-dir", str(tmp_path), "--steps", "5,7"))
     with pytest.raises(ConfigError, match="weights_dir"):
         parse("--steps", "5")
+
+
+@pytest.mark.parametrize(("options", "limit"), [([], 1200), (["--client.timeout", "5"], 300)])
+def test_loading_a_step_may_take_as_long_as_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], limit: float
+) -> None:
+    async def list_models(client: Any) -> list[str]:
+        return []
+
+    async def load(engines: list[HttpServer], path: str) -> None:
+        assert [engine.timeout for engine in engines] == [limit]
+
+    monkeypatch.setattr("prime_rl.generation.model_server.list_models", list_models)
+    monkeypatch.setattr("rollouts.training.weight_sync.sync_weights_to_engines", load)
+    config = parse("--weights-dir", str(tmp_path), *options)
+
+    async def steps() -> list[int]:
+        client = SimpleNamespace(headers={})
+        job = EvalJob(str(tmp_path / "step_5"), (), (5,))
+        return [found.version async for found in iter_endpoints(config, job, ["http://localhost:9/v1"], [client])]
+
+    assert anyio.run(steps) == [5]
 
 
 def test_dtype_and_exactness_of_its_own_server() -> None:
