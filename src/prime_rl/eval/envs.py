@@ -38,7 +38,9 @@ def summarize(groups: Sequence[Sequence[Result]], num_rollouts: int, pass_thresh
         ]
         summary |= _mean_and_interval(f"pass@{k}", estimates)
     for name in sorted({name for result in results for name in result.metrics}):
-        values = [value for result in results if (value := result.metrics.get(name)) is not None]
+        found = (result.metrics.get(name) for result in results)
+        # A value that is not finite is None in a result that was read from its file.
+        values = [value for value in found if value is not None and math.isfinite(value)]
         summary[f"metrics/{name}"] = statistics.fmean(values) if values else math.nan
     lengths = [result.completion_len for result in results if result.completion_len is not None]
     if lengths:

@@ -393,6 +393,13 @@ def test_rows_that_rewards_change_in_place_resume(tmp_path: Path) -> None:
     assert len(first.requested) == len(second.requested) == 6
 
 
+def test_metrics_that_are_not_finite_are_left_out_of_means() -> None:
+    for value in (math.nan, math.inf, None):
+        found = [Result(reward=1.0, metrics={"m": 0.5}), Result(reward=1.0, metrics={"m": value, "other": value})]
+        summary = envs.summarize([found], 2, 1.0)
+        assert summary["metrics/m"] == 0.5 and math.isnan(summary["metrics/other"])
+
+
 def test_nonfinite_numbers_survive_resume_log(tmp_path: Path) -> None:
     from prime_rl.generation.resume_log import ResumeLog
 
