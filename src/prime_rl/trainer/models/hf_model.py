@@ -328,6 +328,9 @@ def load_hf_model(
             read_index(model_dir)  # validates the index; transformers would open any path in it
             inner = AutoModelForCausalLM.from_pretrained(str(model_dir), config=config, dtype=dtype)
         if is_quantized:
+            for parameter in inner.parameters():  # transformers dequantizes MXFP4 to bfloat16 whatever `dtype` is
+                if parameter.dtype.itemsize < dtype.itemsize:
+                    parameter.data = parameter.data.to(dtype)
             inner._weight_conversions = None  # those of the class: others would quantize again what is published
     except (ValueError, OSError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
