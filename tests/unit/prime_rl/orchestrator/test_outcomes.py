@@ -14,7 +14,6 @@ from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.outcomes import MIN_WITHOUT_FEEDBACK, RolloutOutcome, read_outcomes
 from prime_rl.orchestrator.distillation.teacher import Teacher
-from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import read_feedback
 from rollouts.training.types import Sample
@@ -209,12 +208,7 @@ def test_environments_pass_feedback_on() -> None:
         return 0.0
 
     environment = PlainEnvironment([{"prompt": "1+1?"}], judge)
-    rollout = Rollout(prompt="1+1?", completion="3")
-
-    async def run() -> None:
-        await environment._attempt(rollout, environment.rows()[0], FakeChat(), "m", {})
-
-    anyio.run(run)
+    (rollout,) = anyio.run(environment.run_group, environment.rows()[0], FakeChat(), "m", [{}])
     assert rollout.feedback == "'3' is wrong"
 
 

@@ -543,6 +543,7 @@ def test_only_own_servers_of_a_teacher_are_waited_for(url: str, is_shared: bool,
     """The student's servers are supervised by their pool, of which some may be missing."""
     client = {"base_url": ["http://127.0.0.1:1/v1"], "reconnect_timeout": 0}
     own = {"context": "C\n", "client": {"base_url": [url], "reconnect_timeout": 0}}
+    own |= {"weights": "live" if is_shared else "frozen"}
     values = {"env": [{"id": "rows"}], "client": client, "teacher_model": own, "output_dir": tmp_path}
     config = OrchestratorConfig.model_validate(values)
     anything, rows = MagicMock(), load_environment("reverse-text", {"num_train_examples": 2})
