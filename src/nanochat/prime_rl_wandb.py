@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import netrc
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from nanochat import prime_rl_figures as figures
 from nanochat.env_file import read_variable
+from nanochat.wandb_login import is_logged_in
 from rollouts.training.files import replace_file
 from rollouts.training.metrics import JSONLLogger, load_jsonl
 
@@ -325,16 +324,6 @@ def _default_dir(run_name: str | None) -> Path:
     from nanochat.common import get_base_dir
 
     return get_base_dir() / "prime_rl_runs" / (run_name or "prime_rl_default")
-
-
-def is_logged_in() -> bool:
-    """Whether the user's netrc file has a key for the server, as written by `wandb login`."""
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:  # with the path, since without one Python refuses a file that others may read, and wandb does not
-        file = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
-        return netrc.netrc(file).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def _numbers(values: Any) -> list[float]:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nanochat.wandb_login import is_logged_in
 from prime_rl.monitor.series import Series, join_processes, read_series
 
 HISTORY_ROWS = 10_000
@@ -86,8 +87,6 @@ def runs_text(runs: list[Any]) -> list[tuple[str, str, str, str]]:
 
 def has_key() -> bool:
     """Whether an API key is in the environment or in the file of `wandb login`."""
-    from nanochat.prime_rl_wandb import is_logged_in
-
     return bool(os.environ.get("WANDB_API_KEY")) or is_logged_in()
 
 
