@@ -112,7 +112,7 @@ class Sample(msgspec.Struct):
     @property
     def response_length(self) -> int:
         """Number of tokens that carry loss."""
-        return sum(1 for m in self.loss_mask if m > 0)
+        return len(self.loss_mask) - self.loss_mask.count(0)
 
     def validate(self) -> None:
         """Raise `ValueError` for a stream that does not cover the tokens or has an invalid value."""
