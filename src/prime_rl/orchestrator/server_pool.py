@@ -85,6 +85,13 @@ class ServerPool:
         return self.num_servers - len(self.unreachable) < self.min_servers
 
     @property
+    def decisive_loss(self) -> tuple[int, float, str]:
+        """The server whose loss took the pool below the minimum, with the time and the reason."""
+        losses = sorted(self.unreachable, key=lambda i: self.unreachable[i][0])
+        server = losses[self.num_servers - self.min_servers]
+        return server, *self.unreachable[server]
+
+    @property
     def reachable(self) -> list[int]:
         """Servers that take part in weight updates; all if the pool is not elastic, or if none is reachable."""
         available = [i for i in range(self.num_servers) if i not in self.unreachable]
@@ -257,8 +264,10 @@ class ServerPool:
         self._check_timeout(i, since, problem)
 
     def _check_timeout(self, i: int, since: float, problem: str) -> None:
+        if not self.is_below_minimum or since < self.decisive_loss[1]:  # earlier losses left enough servers
+            return
         limit = self._ready_timeout_s
-        if self.is_below_minimum and anyio.current_time() - since > limit:
+        if anyio.current_time() - since > limit:
             raise TimeoutError(f"{self.engines[i]} has not responded for {limit:g} s ({problem}): see its log")
 
 

@@ -100,7 +100,7 @@ class Orchestrator:
         }
         for name, servers in (("inference", self.servers), ("teacher_inference", self.ema_servers)):
             if servers is not None and servers.is_below_minimum:
-                i, (since, problem) = next(iter(servers.unreachable.items()))
+                i, since, problem = servers.decisive_loss
                 description = f"waits for {servers.engines[i]}, which does not respond ({problem})"
                 return WaitStatus(description, name, anyio.current_time() - since, queues)
         if num := rollouts.num_running:

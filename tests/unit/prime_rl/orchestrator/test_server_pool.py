@@ -233,6 +233,26 @@ async def test_too_few_servers_end_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_the_limit_counts_from_the_loss_of_one_too_many(tmp_path: Path) -> None:
+    """The first server was lost long ago, and the run went on without it."""
+    servers = Servers(tmp_path, 3, 2)
+    pool, second = servers.server_pool, servers.servers[1]
+    servers.servers[0].there = second.there = False
+    pool.unreachable[0] = (anyio.current_time() - 1000, "connection refused")
+    await pool.check_servers()
+    await pool.check_servers()
+    assert pool.is_below_minimum and pool.decisive_loss[0] == 1
+    second.there = True
+    await pool.check_servers()
+    assert not pool.is_below_minimum
+
+    second.there = False
+    pool.unreachable[1] = (anyio.current_time() - 31, "connection refused")
+    with pytest.raises(TimeoutError, match="server1 has not responded for 30 s"):
+        await pool.check_servers()
+
+
+@pytest.mark.anyio
 async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
     pool = Servers(tmp_path, 3, 2)
     late = pool.servers[1]
