@@ -193,9 +193,9 @@ def derive_keys(tables: ConfigTables) -> None:
     """Set the keys by which the processes fit together; explicit ones stay, or raise `ValueError` if they cannot."""
     _connect_inference(tables)
     _switch_off_fake_data(tables)
+    _derive_env_losses(tables)
     _derive_advantage(tables)
     _derive_loss_divisor(tables)
-    _derive_env_losses(tables)
     _derive_lr(tables)
     _ignore_gpu_keys_on_cpu(tables)
 
@@ -311,7 +311,7 @@ def _derive_advantage(tables: ConfigTables) -> None:
 
 
 def _find_unshaped_advantage(tables: ConfigTables) -> str | None:
-    """The first advantage, of the run or an environment, that a length penalty has no effect on."""
+    """The first advantage, of the run or an environment, that takes no overlong penalty."""
     envs = tables.get("orchestrator.env")
     sections = {"orchestrator.advantage": tables.get("orchestrator.advantage")} | {
         f"orchestrator.env.{i}.advantage": env.get("advantage")
@@ -321,8 +321,9 @@ def _find_unshaped_advantage(tables: ConfigTables) -> str | None:
     for key, section in sections.items():
         if not isinstance(section, dict):
             continue
-        if section.get("baseline") == "role":
-            return f"{key}.baseline role"
+        for name, value in (("baseline", "role"), ("std", "mean")):
+            if section.get(name) == value:
+                return f"{key}.{name} {value}"
         for name in filter(section.get, ("import_path", "rewards")):
             return f"{key}.{name}"
     return None

@@ -172,6 +172,15 @@ class AdvantageConfig(BaseConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_mean(self) -> AdvantageConfig:
+        if self.std == "mean" and self.kl_coef:
+            raise ValueError(
+                'std "mean", as in maxrl, divides by the mean reward, which kl_coef can make negative: set kl_coef to '
+                "0, or another std"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_one_baseline(self) -> AdvantageConfig:
         if self.length_weighted_mean and self.baseline not in ("mean", "length_weighted"):
             raise ValueError(
@@ -402,6 +411,11 @@ class OrchestratorConfig(TrackersConfig):
             kinds = {"import_path": choice.import_path, "rewards": choice.rewards, "baseline role": is_role}
             for name in (name for name, is_set in kinds.items() if is_set):
                 raise ValueError(f"length_penalty has no effect with advantage.{name}: remove one of them")
+            if choice.std == "mean" and self.length_penalty.type == "overlong":
+                raise ValueError(
+                    'advantage.std "mean", as in maxrl, divides by the mean reward, which length_penalty.type '
+                    '"overlong" can make negative: set the type "relative", or another std'
+                )
         return self
 
     @property

@@ -545,9 +545,10 @@ def test_explicit_advantage_keys_override_the_preset_with_a_note() -> None:
         ({"rewards": {"f": 1.0}}, "rewards"),
         ({"import_path": "math:fsum"}, "import_path"),
         ({"baseline": "role"}, "role"),
+        ({"std": "mean"}, "mean"),
     ],
 )
-def test_dapo_has_no_penalty_where_an_advantage_ignores_it(advantage: dict[str, Any], key: str) -> None:
+def test_dapo_has_no_penalty_where_an_advantage_takes_none(advantage: dict[str, Any], key: str) -> None:
     settings: dict[str, Any] = {"trainer": {"loss": {"type": "dapo"}}}
     env = {"id": "math", "advantage": advantage}
     for part in ({"env": [env]}, {"advantage": advantage}, {"env": [env | {"loss": {"type": "grpo"}}]}):
@@ -556,6 +557,20 @@ def test_dapo_has_no_penalty_where_an_advantage_ignores_it(advantage: dict[str, 
     argv = [f"--orchestrator.advantage.{name}={value}" for name, value in advantage.items() if isinstance(value, str)]
     notes = parse("--trainer.loss.type", "dapo", "--orchestrator.sampling.max-tokens", "100", *argv).notes
     assert not argv or any("has no overlong penalty" in note and key in note for note in notes)
+    own = {"env": [{"id": "math", "loss": {"type": "maxrl"}}], "sampling": {"max_tokens": 100}}
+    assert RLConfig.model_validate({**settings, "orchestrator": own}).orchestrator.length_penalty is None
+
+
+def test_maxrl_takes_no_costs_that_make_the_mean_negative() -> None:
+    maxrl = ("--trainer.loss.type", "maxrl", "--orchestrator.sampling.max_tokens", "100")
+    with pytest.raises(ConfigError, match=r'advantage\.std "mean", as in maxrl,.* "overlong" can make negative'):
+        parse(*maxrl, "--orchestrator.length_penalty.type", "overlong")
+    with pytest.raises(ConfigError, match="which kl_coef can make negative: set kl_coef to 0"):
+        parse(*maxrl, "--orchestrator.advantage.kl_coef", "0.01", "--orchestrator.teacher_model", "{}")
+    env = {"id": "math", "loss": {"type": "maxrl"}, "advantage": {"kl_coef": 0.1}}
+    with pytest.raises(ValueError, match="which kl_coef can make negative"):
+        RLConfig.model_validate({"orchestrator": {"env": [env], "teacher_model": {}}})
+    assert parse(*maxrl, "--orchestrator.length_penalty.type", "relative").orchestrator.length_penalty is not None
 
 
 def test_losses_of_environments_reach_the_trainer(tmp_path: Path) -> None:
