@@ -8,7 +8,7 @@ from typing import Any
 
 from prime_rl.client.contexts import read_context_file
 from prime_rl.config_sharing import build_url, find_port, find_server, has_adapter
-from prime_rl.configuration.sections import BASE_MODEL
+from prime_rl.configuration.sections import BASE_MODEL, ClientConfig
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
@@ -209,7 +209,12 @@ def _set_window(tables: ConfigTables) -> None:
 
 def _is_shared(tables: ConfigTables) -> bool:
     """Whether the teacher's address is that of the student's server."""
-    return bool(tables.get(f"{TEACHER}.client.base_url") == tables.get("orchestrator.client.base_url"))
+    return bool(tables.get(f"{TEACHER}.client.base_url") == _student_urls(tables))
+
+
+def _student_urls(tables: ConfigTables) -> Any:
+    """The addresses of the student's servers; those of a running one may be the default."""
+    return tables.get("orchestrator.client.base_url", ClientConfig().base_url)
 
 
 def _weights(tables: ConfigTables) -> str:
@@ -231,11 +236,11 @@ def _choose_server(tables: ConfigTables) -> None:
     elif weights == "live":
         if dedicated:
             raise ValueError(f'{TEACHER}.weights = "live" is the student\'s own server: leave {dedicated[0]} out')
-        tables.set(url, tables.get("orchestrator.client.base_url"), "orchestrator.client")
+        tables.set(url, _student_urls(tables), "orchestrator.client")
         if not tables.has(name):
             tables.set(name, tables.get("model.name"), "model.name")
     elif weights == "frozen" and not dedicated and not tables.has(name) and _serves_base(tables):
-        tables.set(url, tables.get("orchestrator.client.base_url"), "orchestrator.client")
+        tables.set(url, _student_urls(tables), "orchestrator.client")
         tables.set(name, BASE_MODEL, "one copy of the weights")
     else:
         _configure_server(tables)

@@ -194,8 +194,9 @@ def test_adapter_student_and_teacher_share_one_server() -> None:
     assert parse(*CONTEXT, *LORA, "--teacher_gpu_ids", "1").teacher_inference is not None
 
 
-def test_a_live_teacher_is_the_student() -> None:
-    config = parse(*CONTEXT, "--orchestrator.teacher_model.weights", "live")
+@pytest.mark.parametrize("server", [(), ("--no-inference",)])
+def test_a_live_teacher_is_the_student(server: tuple[str, ...]) -> None:
+    config = parse(*CONTEXT, "--orchestrator.teacher_model.weights", "live", *server)
     teacher = config.orchestrator.teacher_model
     assert config.teacher_inference is None and teacher is not None
     assert teacher.model.name == "tiny-qwen3" and teacher.client.base_url == config.orchestrator.client.base_url
