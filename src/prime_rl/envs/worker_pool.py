@@ -166,7 +166,7 @@ class EnvironmentWorkers:
         worker.channel.send(request)
         # The worker enforces timeouts itself; this covers a worker that cannot. Programs of `env.command` may wait long
         # for their start, which does not count.
-        limit = (retries + 2) * self._config.timeout + GRACE_S
+        limit = compute_limit(self._config.timeout, retries)
         try:
             async with asyncio.timeout(limit if self._config.command is None else None):
                 return await future
@@ -335,6 +335,11 @@ class EnvironmentWorkers:
                 f"environment {self.name!r} takes {rss / 2**30:.2f} GiB when it is loaded but max_memory_gb is "
                 f"{self._max_rss / 2**30:.2f}: raise env.max_memory_gb"
             )
+
+
+def compute_limit(timeout_s: float, retries: int) -> float:
+    """The most seconds that a group may take: each attempt has a timeout for the rollout and one for its scoring."""
+    return 2 * (retries + 1) * timeout_s + GRACE_S
 
 
 def read_max_rss(max_memory_gb: float | None) -> int:

@@ -15,19 +15,22 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+import virtual_time
 from fake_engine import FakeEngine, serve
+from scripted_client import ScriptedClient
 
 from prime_rl.configuration.command import run_command
 from prime_rl.configuration.sections import EnvConfig, LogConfig, SamplingConfig
 from prime_rl.envs import worker_pool, worker_process
 from prime_rl.envs.worker import RowsReply, encode_rows
-from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers, read_max_rss
+from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers, compute_limit, read_max_rss
 from prime_rl.envs.worker_process import WorkerDied, WorkerProcess
 from prime_rl.runtime import machine
 from prime_rl.utils.client import InferenceClient
 from prime_rl.utils.vf import build_sampling_args, load_environments, open_environments
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import Environment
+from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import fail_rollout
 
 DEADLINE_S = 60
@@ -183,6 +186,28 @@ def test_hanging_and_sleeping_code_is_killed(tmp_path: Path, engine: FakeEngine)
     assert {r.error_type for r in found["hang"]} == {"WorkerStalled"}
     assert {r.error_type for r in found["sleep"]} == {"RolloutTimeout"}
     assert not any(r.failed for kind in ("fine", "once-hang") for r in found[kind])
+
+
+def test_the_limit_of_a_group_has_time_for_every_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "GRACE_S", 0.0)
+
+    async def respond(messages: Any, row: Any, state: Any) -> None:
+        await anyio.sleep(9.0)
+
+    async def judge(completion: str) -> float:
+        await anyio.sleep(9.0)
+        raise ConnectionError("overloaded")
+
+    async def measure() -> float:
+        started = anyio.current_time()
+        [rollout] = await environment.run_group(environment.rows()[0], client, "m", [{}], retries=2)
+        assert rollout.error_type == "RewardError"
+        return anyio.current_time() - started
+
+    client = ScriptedClient(lambda messages: "four")
+    environment = PlainEnvironment([{"prompt": "p"}], judge, respond=respond)
+    environment.timeout_s = 10.0
+    assert virtual_time.run(measure) == 3 * (9 + 9) <= compute_limit(10.0, retries=2)
 
 
 def test_programs_may_wait_long_for_their_start(
