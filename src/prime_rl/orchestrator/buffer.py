@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import Any
 
 from loguru import logger
@@ -140,6 +139,7 @@ class PromptBuffer:
                 raise ValueError(f"environment {name!r} has no training prompts: check its arguments")
             self.envs.append(EnvCursor(name, rows, first_id, ratio if config.env_ratios else float(len(rows))))
             first_id += len(rows)
+        self.fingerprint = self._hash_prompts()  # now: rollouts in this process may change a row in place
 
     @property
     def epoch_id(self) -> int:
@@ -224,9 +224,8 @@ class PromptBuffer:
         self._num_failures = Counter(dict(state["strikes"]))
         self._rewards = dict(state["rewards"])
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash over names and rows, which do not change."""
+    def _hash_prompts(self) -> str:
+        """Hash over names and rows."""
         digest = hashlib.blake2b(digest_size=16)
         for env in self.envs:
             digest.update(f"{env.name}:{len(env.rows)}\n".encode())

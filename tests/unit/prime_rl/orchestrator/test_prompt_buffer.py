@@ -15,6 +15,7 @@ from prime_rl.orchestrator.buffer import MAX_FAILED_BATCHES, PromptBuffer
 from prime_rl.orchestrator.config import BufferConfig, FilterConfig, LengthPenaltyConfig, OrchestratorConfig
 from prime_rl.orchestrator.filters import build_filter, build_group_filter
 from prime_rl.orchestrator.policy_version import PolicyVersion
+from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer, Outcome
 from rollouts.training.types import Sample, Status
 
@@ -199,6 +200,17 @@ def test_prompts_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     state = buffer.save_state()
     monkeypatch.setattr("prime_rl.orchestrator.buffer.hashlib", None)
     assert buffer.save_state() == state
+
+
+def test_state_loads_after_rewards_changed_rows_in_place() -> None:
+    def build() -> PromptBuffer:
+        environment = PlainEnvironment([{"prompt": "p", "info": {"text": "a b"}}], lambda info: 0.0)
+        return PromptBuffer({"e": environment}, BufferConfig(), 0, PolicyVersion())
+
+    buffer = build()
+    _, prompt = buffer.draw()
+    prompt["row"]["info"]["words"] = ["a", "b"]
+    build().load_state(buffer.save_state())
 
 
 def test_state_of_other_prompts_raises() -> None:
