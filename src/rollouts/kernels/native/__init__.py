@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,8 @@ def _compiled(compiler: list[str]) -> Path:
         return path
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (home / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=home) as work:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait
+        with suppress(OSError):  # without locks, each process compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait
         if path.exists():
             return path
         compiled, linked = Path(work) / "native.o", Path(work) / "native.so"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,15 @@ def test_library_is_compiled_once_per_source(cache_home: Path, monkeypatch: pyte
     changed = native.library()
     assert changed is not None and changed.newly_added() == 7
     assert len(list(cache_home.glob("native-*.so"))) == 2
+
+
+@needs_kernels
+def test_kernels_are_compiled_on_file_systems_without_locks(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(native.fcntl, "flock", refuse)
+    assert native.library() is not None and len(list(cache_home.glob("native-*.so"))) == 1
 
 
 @needs_kernels
