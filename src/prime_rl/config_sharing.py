@@ -393,4 +393,14 @@ def _ignore_gpu_keys_on_cpu(tables: ConfigTables) -> None:
 def _is_same(left: Any, right: Any) -> bool:
     if isinstance(left, dict) or isinstance(right, dict):
         return isinstance(left, dict) == isinstance(right, dict)
+    left, right = _drop_empty_keys(left), _drop_empty_keys(right)
     return left == right or str(left) == str(right)
+
+
+def _drop_empty_keys(value: Any) -> Any:
+    """A list of tables without keys that are None or empty, which a record has and a preset leaves out."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {k: v for k, v in row.items() if v not in (None, {}, [])} if isinstance(row, dict) else row for row in value
+    ]

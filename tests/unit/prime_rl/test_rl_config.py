@@ -514,6 +514,14 @@ def test_preset_sets_the_orchestrator_advantage(name: str) -> None:
     assert config.notes == []
 
 
+def test_a_recorded_preset_has_no_notes(tmp_path: Path) -> None:
+    dapo = ("--trainer.loss.type", "dapo", "--orchestrator.sampling.max_tokens", "100")
+    write_config(parse(*dapo), tmp_path / "rl.toml")
+    assert parse("@", str(tmp_path / "rl.toml")).notes == []
+    [text] = parse(*dapo, "--orchestrator.buffer.filters", '[{"name": "min_reward"}]').notes
+    assert "buffer.filters = [{'name': 'min_reward'}] (CLI) overrides the [{'name': 'zero_variance'}]" in text
+
+
 @pytest.mark.parametrize("loss", [{}, {"type": "aipo"}, {"type": "custom", "import_path": "math:sqrt"}])
 def test_the_constant_of_a_loss_is_the_completion_length(loss: dict[str, str]) -> None:
     for aggregation, expected in (("constant", 100), ("token-mean", None)):
