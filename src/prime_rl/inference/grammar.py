@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,8 +105,8 @@ def parse_response_format(body: Json) -> Json | None:
 class GrammarState:
     """The position of one completion in its grammar."""
 
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher, self._vocab = matcher, vocab
+    def __init__(self, matcher: Any, vocab: int, discard: Callable[[], None]) -> None:
+        self._matcher, self._vocab, self._discard = matcher, vocab, discard
 
     @property
     def error(self) -> str:
@@ -114,9 +115,10 @@ class GrammarState:
 
     def forbidden(self) -> Bool[NDArray[np.bool_], " vocab"]:
         """Whether each token is excluded from the next position; all are after an error."""
-        if self._matcher.is_error():
-            return np.ones(self._vocab, dtype=np.bool_)
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():  # computing a mask may reach a limit; that of an error allows EOS
+            self._discard()
+            return np.ones(self._vocab, dtype=np.bool_)
         allowed = np.unpackbits(words, count=self._vocab, bitorder="little")
         return np.asarray(allowed == 0)
 
@@ -143,7 +145,13 @@ class GrammarCompiler:
             self._compiled[grammar] = matcher
             if len(self._compiled) > CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
-            return GrammarState(matcher.deep_copy(), self._vocab)
+            return GrammarState(matcher.deep_copy(), self._vocab, partial(self._discard, grammar, matcher))
+
+    def _discard(self, grammar: str, matcher: Any) -> None:
+        """Do not copy `matcher` any more: copies share its lexer, and with it an error of one of them."""
+        with self._lock:
+            if self._compiled.get(grammar) is matcher:
+                del self._compiled[grammar]
 
     def _compile(self, grammar: str) -> Any:
         try:

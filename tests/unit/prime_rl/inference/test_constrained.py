@@ -52,6 +52,11 @@ TOOLS = [
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
+TEXTS = [{"type": "string", "pattern": f"^x{{0,{i + 1}}}y?.*z{{{i}}}$"} for i in range(200)]
+COMPLEX = {"anyOf": [{"type": "object", "properties": {"a": text}, "required": ["a"]} for text in TEXTS]}
+"""At the value of `a`, llguidance reaches a limit."""
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     pytest.importorskip("llguidance", reason="constrained sampling needs the extra `grammar`")
@@ -135,6 +140,30 @@ def test_a_schema_with_optional_tools_allows_both(server: RunningServer) -> None
 def test_bad_constraints_name_the_field(server: RunningServer, fields: dict[str, Any], message: str) -> None:
     reply = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 8, **fields})
     assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
+
+
+def test_grammars_that_exceed_a_limit_fail(server: RunningServer) -> None:
+    complex_format = {"type": "json_schema", "json_schema": {"schema": COMPLEX}}
+    body = {"messages": CHAT, "max_tokens": 100, "seed": 0, "response_format": complex_format}
+    replies = [server.post("/v1/chat/completions", body) for _ in range(2)]
+    for reply in replies:
+        assert reply.status_code == 500, reply.text
+        assert "the grammar cannot be continued: lexer error: too many" in reply.text
+    assert replies[0].text == replies[1].text, "the second completion gets as far as the first"
+
+
+def test_a_failed_grammar_is_compiled_anew() -> None:
+    pytest.importorskip("llguidance", reason="constrained sampling needs the extra `grammar`")
+    compiler = GrammarCompiler(TOKENIZER, len(TOKENIZER), [TOKENIZER.eos_token_id])
+    grammar = build_grammar(COMPLEX, [], "hermes", {}, single=False)
+    state = compiler.open(grammar)
+    for token in TOKENIZER.encode('{"a": "', add_special_tokens=False):
+        assert not state.error and not state.forbidden()[token]
+        state.advance(token)
+    assert state.forbidden().all() and "too many" in state.error
+    later = compiler.open(grammar)
+    assert not later.forbidden().all() and not later.error
+    assert state.forbidden().all() and compiler.open(grammar).forbidden().sum() == later.forbidden().sum()
 
 
 def test_logprobs_are_those_of_the_allowed_tokens(server: RunningServer) -> None:
