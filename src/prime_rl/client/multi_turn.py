@@ -245,8 +245,10 @@ class MultiTurnClient:
         if num_tokens >= seq_len:
             raise self._client.overlong(num_tokens)
         room = seq_len - num_tokens
-        given = {key: min(body[key], room) for key in LIMITS if body.get(key) is not None}
-        return body | (given or {"max_tokens": room})
+        given = {key: min(body[key], room) for key in LIMITS if body.get(key) is not None} or {"max_tokens": room}
+        if body.get("min_tokens") is not None:
+            given["min_tokens"] = min(body["min_tokens"], *given.values())
+        return body | given
 
 
 class _Create:

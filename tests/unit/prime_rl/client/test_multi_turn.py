@@ -113,6 +113,16 @@ def test_limits_of_the_length_hold_in_every_turn(name: str) -> None:
     assert [len(ids) for _, ids, _ in wire.sampled] == [3, 3]
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_tokens": 30}, {"max_completion_tokens": 25}])
+def test_min_tokens_fit_the_room_that_is_left(limits: dict[str, int]) -> None:
+    wire = Wire(script=[turn([65] * 9 + [END]), turn([66, END])], seq_len=40)
+    extra = {"return_token_ids": True, "min_tokens": 20}
+    _, samples = talk(wire, [[{"role": "user", "content": "more"}]], extra_body=extra, **limits)
+    [first, second] = [body for _, body in wire.seen if "min_tokens" in body]
+    assert (first["min_tokens"], second["min_tokens"]) == (20, 12)
+    check(wire, samples)
+
+
 def continue_text(wire: Wire, text: str, *stop: str) -> list[int]:
     """The prompt tokens of the second completion, of `text`; the first one is of "a"."""
     conversation = wire.open_conversation()
