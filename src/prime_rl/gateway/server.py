@@ -173,9 +173,9 @@ async def _write_message(session: Session, data: bytes, is_retry: bool) -> Conte
     body = _decode(data, anthropic_api.MessagesRequest)
     answer = await session.complete(anthropic_api.read_request(body), is_retry=is_retry)
     message = anthropic_api.write_answer(answer, body.model)
-    return (
-        (EVENTS, _encode_events(anthropic_api.stream_events(message))) if body.stream else (JSON, orjson.dumps(message))
-    )
+    if not body.stream:
+        return JSON, msgspec.json.encode(message)  # orjson refuses integers of more than 64 bits, as arguments may have
+    return EVENTS, _encode_events(anthropic_api.stream_events(message))
 
 
 async def _set_reward(session: Session, data: bytes, is_retry: bool) -> Content:
@@ -219,7 +219,7 @@ async def _read_body(receive: Receive) -> bytes | None:
 def _decode(data: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the request is not valid: {error}") from error
 
 

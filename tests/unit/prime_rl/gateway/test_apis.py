@@ -169,17 +169,33 @@ def test_numbers_as_javascript_writes_them_are_no_edit() -> None:
     assert write('{"x": 1e300}') == write('{"x":1e+300}') != write('{"x": 1.5}') != write('{"x": 1}')
 
 
-def test_deeply_nested_arguments_are_text() -> None:
-    deep = "[" * 5000
-    client = RecordedClient([ToolCall("call_1", "function", FunctionCall("add", deep))])
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("[" * 5000, {"arguments": "[" * 5000}),
+        (f'{{"a": {2**64}, "b": [-{10**40}]}}', {"a": 2**64, "b": [-(10**40)]}),
+    ],
+    ids=["deep", "long integers"],
+)
+def test_messages_have_arguments_of_any_size(text: str, read: dict[str, Any]) -> None:
+    client = RecordedClient([ToolCall("call_1", "function", FunctionCall("add", text))])
 
     async def work(session: Session, http: httpx.AsyncClient) -> Session:
         body = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
         answer = (await http.post("/v1/messages", headers={"x-api-key": session.key}, json=body)).json()
-        assert answer["content"][0]["input"] == {"arguments": deep}
+        assert answer["content"][0]["input"] == read
         return session
 
     assert len(serve(client, work).turns) == 1
+
+
+def test_a_body_that_is_not_unicode_is_refused() -> None:
+    async def work(session: Session, http: httpx.AsyncClient) -> httpx.Response:
+        body = b'{"messages": [{"role": "user", "content": "\xff"}]}'
+        return await http.post("/v1/messages", headers={"x-api-key": session.key}, content=body)
+
+    reply = serve(RecordedClient(), work)
+    assert reply.status_code == 400 and "the request is not valid" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
