@@ -112,7 +112,7 @@ def _choice(index: int, event: StreamUpdate, parsed: ParsedRequest) -> Json:
 def _end(output: Output) -> Json:
     """Additional fields of a finished choice."""
     check_output(output)
-    ends = [start for start, _ in output.versions[1:]] + [len(output.token_ids)]
+    ends = [*(start for start, _ in output.versions), len(output.token_ids)][1:]  # none if it was aborted in the queue
     spans = [
         {"version": str(version), "start": start, "end": end}
         for (start, version), end in zip(output.versions, ends, strict=True)

@@ -298,6 +298,22 @@ def test_pause_freezes_and_resume_continues(server: RunningServer) -> None:
     assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_queued_request_that_is_aborted_is_empty(server: RunningServer, stream: bool) -> None:
+    """As a running one, it ends with what it has: nothing."""
+    texts: list[str] = []
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 9}, "stream": stream}
+    waiting = threading.Thread(target=lambda: texts.append(server.post("/inference/v1/generate", body).text))
+    server.post("/pause", {})
+    waiting.start()
+    wait_until(lambda: server.metric("requests_waiting") == 1, "the request to wait")
+    server.post("/pause?mode=abort", {})
+    waiting.join(DEADLINE_S)
+    server.post("/resume", {})
+    [choice] = json.loads(texts[0].split("\n")[0].removeprefix("data: "))["choices"]
+    assert (choice["finish_reason"], choice["token_ids"], choice["weight_versions"]) == ("abort", [], [])
+
+
 def test_restarted_server_rejects_requests_until_weights_arrive(server: RunningServer) -> None:
     server.service.awaits_weights = True
     reply = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
