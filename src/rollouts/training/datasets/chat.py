@@ -205,7 +205,7 @@ def _clean_call(call: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"a tool call must be an object with a function, got {call!r}")
     function = dict(call.get("function") or call)
     if isinstance(function.get("arguments"), str):
-        # Arguments that are not JSON are rendered unchanged.
+        # Arguments that are not JSON are rendered unchanged, but blank ones, as of many clients, are none.
         with contextlib.suppress(json.JSONDecodeError, RecursionError):
-            function["arguments"] = json.loads(function["arguments"])
+            function["arguments"] = json.loads(function["arguments"].strip() or "{}")
     return {**call, "function": function}

@@ -70,6 +70,13 @@ def test_tool_calls_and_reasoning_are_shown() -> None:
     assert "add()\n" in text
 
 
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_blank_arguments_of_a_call_are_an_empty_object(blank: str) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": blank}}
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert '{"name": "add", "arguments": {}}' in TOKENIZER.decode(render_chat(TOKENIZER, messages, TOOLS))
+
+
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>system\n", "<|im_start|>", "a", "\n", "<|im_"])))
 @settings(max_examples=60, deadline=None)
 def test_content_cannot_become_special_tokens(parts: list[str]) -> None:
