@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool
 from numpy.typing import NDArray
 
-from prime_rl.inference.request_parsing import ApiError, Json, ParsedRequest, find_callable, forces_call
+from prime_rl.inference.request_parsing import NO_GRAMMAR, ApiError, Json, ParsedRequest, find_callable, forces_call
 from prime_rl.inference.tool_parser import TOOL_DIALECTS
 
 INSTALL = "pip install 'prime-rl[grammar]'"
@@ -74,8 +74,8 @@ def read_grammar(
     if schema is None and not forced:
         return None
     name = "tool_choice" if forced else "response_format"
-    for option, given in (("ignore_eos", parsed.params.ignore_eos), ("min_tokens", parsed.params.min_tokens)):
-        if given:
+    for option in NO_GRAMMAR:
+        if getattr(parsed.params, option):
             raise ApiError(f"{option} cannot be combined with {name}: leave one of them out", param=option)
     if parsed.opened:
         raise ApiError(f"{name} needs a prompt without open reasoning: disable it in chat_template_kwargs", param=name)

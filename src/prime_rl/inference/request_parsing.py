@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from prime_rl.client.constraints import find_constraint
 from prime_rl.inference.engine import GenerationRequest, SamplingParams, derive_seed
 from rollouts.training.datasets.chat import RENDER_OPTIONS
 
@@ -116,6 +117,8 @@ CHAT_FIELDS = SHARED_FIELDS | frozenset(
 )
 COMPLETION_FIELDS = SHARED_FIELDS | frozenset(["prompt", "add_special_tokens", "echo"])
 LIMITS = {"max_tokens", "max_completion_tokens"}
+NO_GRAMMAR = ("ignore_eos", "min_tokens")
+"""Fields that cannot be combined with a grammar."""
 HARMLESS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id priority "
     "cache_salt spaces_between_special_tokens".split()
@@ -321,11 +324,13 @@ def check_token_ids(ids: Any, vocab: int, name: str, max_model_len: int | None =
 
 def with_defaults(body: Json, defaults: Json, *, chat: bool) -> Json:
     """Fill missing request fields with the server defaults (`inference.sampling`), except fields of chats alone, or of
-    completions alone, in the other kind of request.
+    completions alone, in the other kind of request, and those that a grammar excludes.
 
     Default numbers of tokens are changed where they would contradict the request.
     """
     others = COMPLETION_FIELDS - CHAT_FIELDS if chat else CHAT_FIELDS - COMPLETION_FIELDS
+    if find_constraint(body) is not None:
+        others |= set(NO_GRAMMAR)
     given = {name for name, value in body.items() if value is not None}
     if given & LIMITS:
         given |= LIMITS

@@ -20,6 +20,7 @@ from prime_rl.client.scoring import PackedScores
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import SamplingParams
 from prime_rl.inference.grammar import GrammarCompiler, build_grammar
+from prime_rl.inference.request_parsing import with_defaults
 from prime_rl.inference.sglang.protocol import check_params
 from prime_rl.inference.tool_parser import TOOL_DIALECTS
 from prime_rl.orchestrator.config import OrchestratorConfig
@@ -164,6 +165,14 @@ def test_a_failed_grammar_is_compiled_anew() -> None:
     later = compiler.open(grammar)
     assert not later.forbidden().all() and not later.error
     assert state.forbidden().all() and compiler.open(grammar).forbidden().sum() == later.forbidden().sum()
+
+
+@pytest.mark.parametrize("fields", [{"response_format": JSON_FORMAT}, {"tools": TOOLS, "tool_choice": NAMED}])
+def test_defaults_do_not_contradict_a_grammar(fields: dict[str, Any]) -> None:
+    defaults = {"min_tokens": 4, "ignore_eos": True, "temperature": 0.5}
+    assert with_defaults(fields, defaults, chat=True) == {**fields, "temperature": 0.5}
+    plain = {"tools": TOOLS, "tool_choice": "auto"}
+    assert with_defaults(plain, defaults, chat=True) == {**plain, **defaults}
 
 
 def test_logprobs_are_those_of_the_allowed_tokens(server: RunningServer) -> None:
