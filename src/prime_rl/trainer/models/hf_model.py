@@ -158,7 +158,10 @@ class HFCausalLM(CausalLM):
             separate_sequences(self, limit)
         self._rotates_by_length = limit is not None and (max_len or self.config.max_position_embeddings) > limit
         if self._rotates_by_length:
-            self._obstacle = f"RoPE changes with lengths above {limit}: set model.max_model_len = {limit}"
+            self._obstacle = (
+                f"RoPE changes with lengths above {limit}, and log-probs of samples that grow past it are not the "
+                f"trainer's: set model.max_model_len = {limit}"
+            )
 
     @property
     def mixes_tokens_only_in_attend(self) -> bool:  # type: ignore[override]
