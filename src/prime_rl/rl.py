@@ -76,9 +76,10 @@ def check_inputs(config: RLConfig) -> None:
     for log in (config.trainer.log, config.orchestrator.log, *(server.log for server in servers)):
         find_level(log.level)
     check_trackers(config.trainer)
-    check_prometheus(config.trainer, "trainer", "trainer.")
     check_trackers(config.orchestrator)
-    check_prometheus(config.orchestrator, "orchestrator", "orchestrator.")
+    port = check_prometheus(config.trainer, "trainer", "trainer.")
+    if check_prometheus(config.orchestrator, "orchestrator", "orchestrator.") == port and port is not None:
+        raise ValueError(f"trainer.prometheus.port and orchestrator.prometheus.port are both {port}: choose two ports")
     advantage = config.orchestrator.advantage
     config.trainer.loss.import_custom()
     if advantage is not None:

@@ -85,6 +85,11 @@ def test_a_taken_port_of_prometheus_is_named_by_its_key(process: str) -> None:
             rl.check_inputs(parse(key, str(server.getsockname()[1])))
 
 
+def test_a_port_of_prometheus_serves_one_process() -> None:
+    with pytest.raises(ValueError, match="are both 9401: choose two ports"):
+        rl.check_inputs(parse("--trainer.prometheus", "--orchestrator.prometheus.port", "9401"))
+
+
 @pytest.mark.parametrize(
     ("message_type", "options", "is_refused"),
     [
