@@ -14,6 +14,7 @@ from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.hf_model import HFCausalLM
 from prime_rl.trainer.models.registry import load_causal_lm
+from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels.log_softmax import log_softmax
 
 SHAPE = dict(
@@ -126,6 +127,17 @@ def test_sampled_logprobs_before_and_after_an_update(family: str, tmp_path: Path
                 torch.testing.assert_close(logprobs, by_trainer, atol=1e-5, rtol=0)
             else:
                 assert torch.equal(logprobs, by_trainer)
+
+
+def test_an_update_keeps_float32_tensors_unrounded(tmp_path: Path) -> None:
+    """ERNIE 4.5 has routers in float32 in a model in bfloat16."""
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1}
+    _, directory = build_theirs("ernie4_5_moe", tmp_path, **experts)
+    model = load_causal_lm(directory, dtype=torch.bfloat16)
+    published = {name: tensor + 0.01 for name, tensor in tensor_names(model).items()}
+    assert {tensor.dtype for tensor in published.values()} == {torch.float32, torch.bfloat16}
+    engine = EmbeddedEngine(model, max_model_len=100)
+    assert engine.load_weights(published, 1)() == {name: digest_tensor(t) for name, t in published.items()}
 
 
 @pytest.mark.parametrize("family", ["mistral", "falcon"])
