@@ -146,7 +146,7 @@ class HFCausalLM(CausalLM):
         hidden["inner"], hidden["backbone"] = inner, inner.base_model
         if "lm_head" not in self._modules:
             hidden["lm_head"] = head
-        self.config = describe_config(inner.config.get_text_config())
+        self.config = describe_config(inner.config.get_text_config(), has_experts(inner))
         self.head_scale = find_head_scale(inner.config.get_text_config())
         self.max_positions = find_max_positions(inner)
         self.float32_names = frozenset(inner._keep_in_fp32_modules_strict or ())
@@ -371,8 +371,14 @@ def _merge(model: HFCausalLM, adapter: Adapter) -> None:
         parameters[name].copy_(tensor)
 
 
-def describe_config(config: Any) -> DecoderConfig:
+def has_experts(inner: Any) -> bool:
+    """Whether a model has layers with experts: configs of dense models may have a default number of them."""
+    return any("Experts" in type(module).__name__ for module in inner.modules())
+
+
+def describe_config(config: Any, is_sparse: bool) -> DecoderConfig:
     """Model dimensions needed by training; fields about the computation itself are placeholders."""
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if is_sparse else ()
     heads = getattr(config, "num_attention_heads", None) or 1  # state-space models have none
     return DecoderConfig(
         model_type=config.model_type,
@@ -394,7 +400,7 @@ def describe_config(config: Any) -> DecoderConfig:
         qk_norm=False,
         initializer_range=getattr(config, "initializer_range", 0.02),
         logit_cap=getattr(config, "final_logit_softcapping", None),
-        num_experts=_find_size(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        num_experts=_find_size(config, *experts),
         num_experts_per_tok=_find_size(config, "num_experts_per_tok", "moe_k"),
     )
 

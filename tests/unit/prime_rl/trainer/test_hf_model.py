@@ -132,6 +132,14 @@ def test_lora_adapts_only_attention_beside_experts(tmp_path: Path) -> None:
     assert {name.rpartition(".")[2] for name in add_lora(model, LoraSpec(2, 4.0))} == set(DEFAULT_TARGETS[:4])
 
 
+def test_dense_models_may_name_a_number_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class of the config of Doge has a default of 16,384."""
+    monkeypatch.setitem(FAMILIES, "doge", ("DogeConfig", {}))
+    model = load_causal_lm(save_model("doge", tmp_path))
+    assert not model.config.num_experts
+    assert {name.rpartition(".")[2] for name in add_lora(model, LoraSpec(2, 4.0))} == set(DEFAULT_TARGETS)
+
+
 def test_rows_longer_than_the_table_of_positions_are_refused(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "model": {"name": str(save_model("gpt2", tmp_path))},
