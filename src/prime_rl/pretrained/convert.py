@@ -71,7 +71,7 @@ def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None
     if not base:
         raise ValueError(f"{adapter_dir} does not name its base model: pass --base")
     base_dir = resolve_model_dir(base)
-    if "quantization_config" in read_json_file(base_dir / "config.json"):
+    if read_json_file(base_dir / "config.json").get("quantization_config"):
         raise ValueError(f"the base model {base} is quantized: give a bfloat16 version of it as --base")
     tensors = merge_adapter(read_tensors(base_dir), adapter)
     has_tokenizer = any(adapter_dir.glob("tokenizer*"))

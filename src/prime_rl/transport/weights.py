@@ -157,6 +157,8 @@ def publish_weights(
         if adapter_config is not None:
             _write_json(directory / ADAPTER_CONFIG_FILE, adapter_config)
         config = adapt_config(source.config, cpu_tensors, num_layers)
+        if adapter_config is None:
+            config.pop("quantization_config", None)  # that of an adapter describes its base model
         if tie_word_embeddings is not None:
             config["tie_word_embeddings"] = tie_word_embeddings
         _write_json(directory / "config.json", config)
@@ -193,8 +195,8 @@ def _format_json(value: Mapping[str, Any]) -> bytes:
 
 
 def adapt_config(config: dict[str, Any], tensors: Mapping[str, Tensor], num_layers: int | None) -> dict[str, Any]:
-    """Adapt `config.json` to the published tensors: dtype (of most elements), number of layers, no quantization."""
-    adapted = {key: value for key, value in config.items() if key not in ("dtype", "quantization_config")}
+    """Adapt `config.json` to the published tensors: dtype (of most elements), number of layers."""
+    adapted = {key: value for key, value in config.items() if key != "dtype"}
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
         sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()

@@ -89,6 +89,8 @@ class DecoderConfig:
         for key in ("hidden_act", "hidden_activation"):
             if config.get(key, activation) != activation:
                 raise ValueError(f"{key} {config[key]!r} is not supported, only {activation!r}")
+        if config.get("quantization_config"):
+            raise ValueError('quantized weights are not supported by the native decoder: set model.impl = "hf"')
         if config.get("use_sliding_window"):
             raise ValueError("use_sliding_window is not supported")
         if kind != "gemma3_text" and set(config.get("layer_types") or ()) - {"full_attention"}:

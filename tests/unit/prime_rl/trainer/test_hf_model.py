@@ -12,6 +12,7 @@ import torch
 from loguru import logger
 from safetensors.torch import load_file, save_file
 
+from prime_rl.pretrained.convert import convert
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.forward import compute_head, compute_table
@@ -387,6 +388,26 @@ def test_quantized_models_are_published_without_loss(
             p.zero_()
     model.copy_tensors(load_file(published / "model.safetensors"))
     assert all(torch.equal(loaded[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_auto_selects_transformers_for_quantized_weights(tmp_path: Path) -> None:
+    """Also for adapters, which are merged into the dequantized weights."""
+    base = save_model("qwen2", tmp_path)
+    quantize(base, "fp8")
+    with pytest.raises(ValueError, match=r'not supported by the native decoder: set model\.impl = "hf"'):
+        load_causal_lm(base, impl="custom")
+    for name in ("one", "two"):
+        backend = build_backend(make_config(base, tmp_path, lora={"rank": 4}))
+        with torch.no_grad():
+            for p in backend.parameters.values():
+                p.add_(0.1)
+        tensors, config = backend.export_state_dict(), backend.adapter_config
+        base = publish_weights(tmp_path / name, 1, tensors, base, adapter_config=config)
+    sequences = [torch.arange(20)]
+    expected = compute_logits(backend.model, sequences)
+    torch.testing.assert_close(compute_logits(load_causal_lm(base), sequences), expected, atol=2e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"is quantized: give a bfloat16 version of it as --base"):
+        convert(base, tmp_path / "merged")
 
 
 def test_other_quantizations_are_refused(tmp_path: Path) -> None:
