@@ -358,16 +358,26 @@ class BaselineEvaluator:
     async def _divergences(
         self, name: str, rows: Sequence[Row], groups: Groups, baseline: Baseline
     ) -> dict[str, float]:
-        """KL(student || teacher) on student samples, KL(teacher || student) on teacher samples, and the entropy."""
+        """KL(student || teacher) on student samples, KL(teacher || student) on teacher samples, and the entropy.
+
+        Samples of the teacher that the student's server does not score, such as long ones, are left out.
+        """
         reverse, entropy, num_answers = await self._reverse_kl(name, rows, groups)
-        forward: list[float] = []
+        forward, skipped = list[float](), list[UnscorableSample]()
         for sample, tokens, start in baseline.teacher_samples:
-            scored = await self._student.score(tokens, start)
+            try:
+                scored = await self.teacher.score(self._student, tokens, start)
+            except UnscorableSample as error:
+                skipped.append(error)
+                continue
             teacher_tokens = zip(sample.inference_logprobs or [], sample.loss_mask, strict=True)
             teacher_logprobs = [lt for lt, mask in list(teacher_tokens)[sample.loss_mask.index(1.0) :] if mask > 0]
             trained_mask = sample.loss_mask[sample.loss_mask.index(1.0) :]
             student_logprobs = [ls for ls, mask in zip(scored.logprobs, trained_mask, strict=True) if mask > 0]
             forward += [lt - ls for lt, ls in zip(teacher_logprobs, student_logprobs, strict=True)]
+        if skipped:
+            count = f"{len(skipped)} of {len(baseline.teacher_samples)}"
+            logger.warning(f"{name}: kl_fwd leaves out {count} samples of the teacher: {skipped[-1]}")
         found = {"kl_fwd": forward, "kl_rev": reverse, "entropy": entropy}
         metrics = {key: statistics.fmean(values) for key, values in found.items() if values}
         if reverse:

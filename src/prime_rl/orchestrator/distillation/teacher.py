@@ -100,7 +100,7 @@ class Teacher:
                 scorer = self.reference if role == "reference" else self.scorer
                 # The prompt's tokens are unfiltered, one byte each.
                 support = sample.sampling_support[sample.loss_mask.index(1.0) :]
-                self._fill(sample, await self._score(scorer, tokens, start, support), start)
+                self._fill(sample, await self.score(scorer, tokens, start, support), start)
             except UnscorableSample as skipped:
                 self._counts[skipped.reason] += 1
                 self.last_error = skipped
@@ -230,13 +230,14 @@ class Teacher:
         except Exception as error:
             raise UnscorableSample.from_error("/detokenize failed", error) from error
 
-    async def _score(self, scorer: TokenScorer, tokens: list[int], start: int, support: bytes) -> ScoredTokens:
+    async def score(self, scorer: TokenScorer, tokens: list[int], start: int, support: bytes = b"") -> ScoredTokens:
+        """The result of `scorer`; `UnscorableSample` if the request fails, `ValueError` for a limit of its server."""
         try:
             scored = await scorer.score(tokens, start, support)
         except ValueError:
             raise  # a permanent limit of this server, which the user must fix
         except Exception as error:
-            raise UnscorableSample.from_error(f"the teacher did not score {len(tokens)} tokens", error) from error
+            raise UnscorableSample.from_error(f"scoring {len(tokens)} tokens failed", error) from error
         self._counts["tokens"] += start
         self._counts["cached_tokens"] += min(scored.num_cached, start)
         return scored

@@ -325,7 +325,7 @@ def test_samples_of_the_teacher_follow_its_weights(tmp_path: Path, weights: str)
     world = build_environment(["a"], ["b"])
     scored: list[list[int]] = []
 
-    async def score(tokens: list[int], start: int) -> ScoredTokens:
+    async def score(tokens: list[int], start: int, support: bytes) -> ScoredTokens:
         scored.append(tokens)
         return ScoredTokens([-1.0] * (len(tokens) - start), 0)
 
@@ -372,6 +372,29 @@ def test_prompts_beyond_the_students_window_are_left_out(tmp_path: Path) -> None
     ]
     found = anyio.run(evaluator._swap_prompts, groups, rows, shown)
     assert [tokens for _, tokens, _ in found] == [[*b"b", 7]]
+
+
+def test_answers_beyond_the_students_window_are_left_out(tmp_path: Path) -> None:
+    """Its server scores the student's prompt with the teacher's answer."""
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "teacher_model": {"context": "C "}})
+    assert config.teacher_model is not None
+    teacher = ScriptedTeacher(ContextProvider(config.teacher_model, config.env, 0), TokenScorer([], "m"), "m")
+    evaluator = BaselineEvaluator(teacher, RunDir(tmp_path))
+
+    async def score(tokens: list[int], start: int, support: bytes) -> ScoredTokens:
+        if len(tokens) > 8:
+            raise RuntimeError("the maximum context length is 8 tokens")
+        return ScoredTokens([-1.0] * (len(tokens) - start))
+
+    evaluator._student.score = score  # type: ignore[method-assign, assignment]
+    answers = {n: Sample("", loss_mask=[0.0, *[1.0] * n], inference_logprobs=[0.0, *[-0.5] * n]) for n in (2, 20)}
+    samples = [(sample, [5] * (1 + n), 1) for n, sample in answers.items()]
+    lines = list[str]()
+    sink = logger.add(lines.append, level="WARNING")
+    found = anyio.run(evaluator._divergences, "world", [], [], Baseline(teacher_samples=samples))
+    logger.remove(sink)
+    assert found == {"kl_fwd": 0.5}
+    assert "kl_fwd leaves out 1 of 2 samples of the teacher: scoring 21 tokens failed" in lines[0]
 
 
 def test_context_environment_uses_outcomes_of_the_student() -> None:
