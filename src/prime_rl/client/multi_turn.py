@@ -40,6 +40,8 @@ class TokenClient(Protocol):
 
     async def tokenize(self, body: Body) -> list[int] | None: ...
 
+    async def tokenize_continuation(self, model: str, text: str) -> list[int] | None: ...
+
     async def detokenize(self, body: Body) -> str: ...
 
     async def read_turn_end(self, body: Body) -> list[int] | None: ...
@@ -195,8 +197,7 @@ class MultiTurnClient:
             known += whole.removeprefix(turn.answer)
             if not whole.startswith(turn.answer) or not text.startswith(known):
                 return None
-        fresh = {"model": model, "prompt": text[len(known) :], "add_special_tokens": False}
-        ids = await self._client.tokenize(fresh)
+        ids = await self._client.tokenize_continuation(model, text[len(known) :])
         return None if ids is None else [*turn.tokens, *ids]
 
     def _count(self, answer: Any) -> Any:

@@ -87,6 +87,7 @@ class InferenceClient:
         """Whether the server accepts batched chats that differ in their seed; detected at the first use."""
         self._group_route_seen = False
         self._turn_ends: dict[bytes, list[int]] = {}
+        self._line_breaks: dict[str, list[int]] = {}
         self._batcher = RequestBatcher(self._send_group)
         self.completions = _Completions(self, "/completions")
         self.chat = _Chat(self)
@@ -228,6 +229,26 @@ class InferenceClient:
                 raise
             return None  # the template cannot render these messages: send them unrendered
         return answer.tokens
+
+    async def tokenize_continuation(self, model: str, text: str) -> list[int] | None:
+        """Token ids of a text behind another one; None if the server cannot tokenize it.
+
+        Tokenizers such as Llama 2's put a space before every text, which must not appear inside of one.
+        """
+
+        async def encode(part: str) -> list[int] | None:
+            return await self.tokenize({"model": model, "prompt": part, "add_special_tokens": False})
+
+        if model not in self._line_breaks:
+            ids, alone, joined = [await encode(part) for part in ("\n", "a", "\na")]
+            if ids is None or alone is None or joined is None:
+                return None
+            self._line_breaks[model] = ids if joined[len(ids) :] != alone else []
+        if line_break := self._line_breaks[model]:
+            joined = await encode(f"\n{text}")
+            if joined is not None and joined[: len(line_break)] == line_break:
+                return joined[len(line_break) :]
+        return await encode(text)
 
     async def detokenize(self, body: dict[str, Any]) -> str:
         """The text of `tokens` including special tokens."""

@@ -166,6 +166,19 @@ def test_a_detokenizer_may_drop_the_first_space() -> None:
     assert continue_text(wire, "a 12;34", ";") == [ord("a"), ord(" "), 49, 50, ord(";"), PAIR + 34]
 
 
+def test_a_continued_text_gets_no_space_of_the_tokenizer() -> None:
+    """That of Llama 2 puts a space before every text."""
+
+    class Llama2(Wire):
+        def answer(self, path: str, body: Any) -> dict[str, Any]:
+            return super().answer(path, body | ({"prompt": f" {body['prompt']}"} if path == "/tokenize" else {}))
+
+    wire = Llama2(script=[turn([49, 50])])
+    for _ in range(2):
+        assert continue_text(wire, "a12;34 b") == [ord("a"), 49, 50, ord(";"), PAIR + 34, ord(" "), ord("b")]
+    assert [path for path, _ in wire.seen].count("/tokenize") == 5, "three of them find the space, once per server"
+
+
 def test_text_behind_a_stop_string_is_not_sent_back() -> None:
     assert continue_text(Wire(script=[turn([PAIR + 12])]), "a1x", "1") == encode("a1x")
 
