@@ -260,7 +260,7 @@ def read_row(row: Row, index: int, tokenizer: Tokenizer) -> Conversation | Plain
     `ValueError` names the row and the column.
     """
     with name_row(index):
-        row = as_messages(row)
+        row = as_messages(row, bool(tokenizer.chat_template))
     text, prompt, completion = row.get("text"), row.get("prompt"), row.get("completion")
     if isinstance(text, str) and prompt is None and row.get("messages") is None:
         return PlainText("", text)

@@ -140,12 +140,12 @@ def _report_skipped(problems: Mapping[str, tuple[list[int], str]], is_error: boo
 _SPEAKERS = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
 
 
-def as_messages(row: Row) -> Row:
+def as_messages(row: Row, has_template: bool = True) -> Row:
     """Rows of the other known formats as `prompt` and `completion` or `messages`; any other row as it is.
 
     A `system` column is the system message of a conversation without one, and the pairs of `history` are turns before
-    the instruction. `messages`, `conversations` and `history` may be JSON text, as often in parquet and
-    CSV. `ValueError` names the column.
+    the instruction. Without a chat template, `system` is text before a prompt that is text. `messages`,
+    `conversations` and `history` may be JSON text, as often in parquet and CSV. `ValueError` names the column.
     """
     options = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
     has_messages = row.get("messages") is not None or row.get("conversations") is not None
@@ -156,7 +156,7 @@ def as_messages(row: Row) -> Row:
     if row.get("messages") is not None:
         return {**row, "messages": _add_system(row, row["messages"])}
     if row.get("prompt") is not None and row.get("completion") is not None:
-        return {**row, "prompt": _add_system(row, row["prompt"])}
+        return {**row, "prompt": _add_system(row, row["prompt"], has_template)}
     if row.get("conversations") is not None:
         return {"messages": _add_system(row, _read_turns(row["conversations"])), **options}
     if row.get("instruction") is not None and row.get("output") is not None:
@@ -164,10 +164,10 @@ def as_messages(row: Row) -> Row:
         history = _read_history(row)
         _check_text(row, "output")
         turns = [*history, {"role": "user", "content": prompt}] if history else prompt
-        return {"prompt": _add_system(row, turns), "completion": row["output"], **options}
+        return {"prompt": _add_system(row, turns, has_template), "completion": row["output"], **options}
     if row.get("question") is not None and row.get("answer") is not None:
         _check_text(row, "question", "answer")
-        return {"prompt": _add_system(row, row["question"]), "completion": row["answer"], **options}
+        return {"prompt": _add_system(row, row["question"], has_template), "completion": row["answer"], **options}
     return row
 
 
@@ -195,11 +195,16 @@ def _read_turns(turns: list[Any]) -> list[Message]:
     ]
 
 
-def _add_system(row: Row, prompt: Any) -> Any:
-    """A prompt (text or messages) after the `system` column as a message, if that has text and the prompt no own."""
+def _add_system(row: Row, prompt: Any, has_template: bool = True) -> Any:
+    """A prompt (text or messages) after the `system` column as a message, if that has text and the prompt no own.
+
+    Without a chat template, the column is text before a prompt that is text.
+    """
     text = row.get("system")
     if text is not None and not isinstance(text, str):
         raise ValueError("`system` is no text")
+    if text and isinstance(prompt, str) and not has_template:
+        return f"{text}\n\n{prompt}"
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not text or not isinstance(messages, list):
         return prompt

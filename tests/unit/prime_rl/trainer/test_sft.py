@@ -462,6 +462,16 @@ def test_data_are_checked_before_the_model_is_loaded(
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("prompt", "completion"), [("prompt", "completion"), ("question", "answer")])
+def test_system_is_text_without_a_chat_template(prompt: str, completion: str, tokenizer: Any) -> None:
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    for system, expected in (("Be brief.", "Be brief.\n\n2+2="), (None, "2+2=")):
+        [sample] = tokenize({"system": system, prompt: "2+2=", completion: " 4"}, plain)
+        assert plain.decode(sample.tokens) == f"{expected} 4<|im_end|>"
+        assert trained_text(sample, plain) == [" 4<|im_end|>"]
+
+
 def test_missing_template_is_found_before_the_model_is_loaded(tmp_path: Path, tokenizer: Any) -> None:
     rows = {"messages.jsonl": {"messages": [USER, ANSWER]}, "text.jsonl": {"prompt": "a", "completion": "b"}}
     for name, row in rows.items():
