@@ -29,7 +29,9 @@ __all__ = [
     "resolve_model_dir",
 ]
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+TORCH_WEIGHTS = "pytorch_model*.bin"
+"""Weights in torch's format, which are read, and downloaded, only if there are no safetensors."""
+WEIGHT_FILES = ("*.safetensors", TORCH_WEIGHTS)
 HUB_CODE_FILES = ("*.py", "*.tiktoken")
 """Code of a tokenizer, and a format that only such code reads."""
 SECOND_WEIGHTS = ["consolidated*.safetensors", "*/*.safetensors"]
@@ -71,7 +73,10 @@ def resolve_model_dir(name: str, trust_remote_code: bool = False) -> Path:
 
     try:
         patterns = [*HUB_FILES, *(HUB_CODE_FILES if trust_remote_code else ())]
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=SECOND_WEIGHTS))
+        directory = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=SECOND_WEIGHTS))
+        if not any(directory.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=[TORCH_WEIGHTS])
+        return directory
     except Exception as error:
         raise ValueError(f"model.name {name!r} is no directory and {describe_hub_error(error)}") from error
 
@@ -89,7 +94,7 @@ def _suggest_model(path: Path) -> str:
 
 def check_weights(directory: Path, random_init: bool) -> None:
     """`ValueError` for a model directory without weight files, unless the weights are initialized at random."""
-    if not random_init and not any(any(directory.glob(f"*{suffix}")) for suffix in WEIGHT_SUFFIXES):
+    if not random_init and not any(any(directory.glob(pattern)) for pattern in WEIGHT_FILES):
         raise ValueError(f"{directory} has no weights: set model.debug.random_init = true to start from random ones")
 
 
@@ -139,7 +144,7 @@ def has_same_vocabulary(first: Path, second: Path) -> bool:
 def fingerprint_model(name: str) -> list[str]:
     """Name, size and modification time of each weight file of a local model; empty for any other name."""
     path = Path(name).expanduser()
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = [path] if path.is_file() else sorted(file for pattern in WEIGHT_FILES for file in path.glob(pattern))
     return [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
 
 

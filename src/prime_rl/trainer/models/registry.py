@@ -12,7 +12,7 @@ from loguru import logger
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
+from prime_rl.runtime.tokenizer import TORCH_WEIGHTS, load_tokenizer, resolve_model_dir
 from prime_rl.trainer.lora import load_adapter, merge_adapter
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig, Impl, choose_impl
@@ -20,6 +20,7 @@ from prime_rl.trainer.models.gemma3 import Gemma3LM
 from prime_rl.trainer.models.hf_model import load_hf_model
 from prime_rl.trainer.models.nanochat import NanochatLM
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, GENERATION_FILE, read_eos_ids, read_index
+from rollouts.training.backends import checkpoint
 from rollouts.training.json_files import read_json_file
 from rollouts.training.tensor_files import MappedTensors
 
@@ -140,13 +141,19 @@ def fill_weights(
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
-    """Read all tensors of a model directory to the CPU; of a PEFT adapter, the base model with the adapter merged."""
+    """Read all tensors of a model directory to the CPU; of a PEFT adapter, the base model with the adapter merged.
+
+    Files in torch's format are read if there are no safetensors. `ValueError` when a file cannot be read.
+    """
     model_dir = Path(model_dir)
     if (model_dir / ADAPTER_CONFIG_FILE).is_file():
         adapter = load_adapter(model_dir)
         if not adapter.base_model:
             raise ValueError(f"{model_dir / ADAPTER_CONFIG_FILE} has no base model: set base_model_name_or_path")
         return merge_adapter(read_tensors(resolve_model_dir(adapter.base_model)), adapter)
+    files = sorted(model_dir.glob(TORCH_WEIGHTS))
+    if files and not any(model_dir.glob("*.safetensors")):
+        return {name: tensor for file in files for name, tensor in checkpoint.read_tensors(file).items()}
     return MappedTensors(read_files(model_dir))
 
 

@@ -191,6 +191,23 @@ def test_weights_in_a_second_form_are_not_downloaded(tmp_path: Path, monkeypatch
     assert found == files
 
 
+@pytest.mark.parametrize("has_both", [False, True])
+def test_weights_in_torch_format_are_the_second_choice(
+    has_both: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ["config.json", "pytorch_model-00001-of-00001.bin", *["model.safetensors"] * has_both, "training_args.bin"]
+
+    def download(name: str, **patterns: Any) -> str:
+        for file in filter_repo_objects(files, **patterns):
+            (tmp_path / file).write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model_dir("owner/model") == tmp_path
+    weights = "model.safetensors" if has_both else "pytorch_model-00001-of-00001.bin"
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", weights}
+
+
 def test_the_shipped_shape_fits_whole_vector_lanes() -> None:
     config = json.loads((resolve_model_dir("tiny-qwen3") / "config.json").read_text())
     assert config["vocab_size"] % 64 == 0

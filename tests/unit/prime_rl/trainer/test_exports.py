@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 from test_decoder import FAMILIES, build_pair
+from tiny_hf import build_tiny_hf
 
+from prime_rl.runtime.tokenizer import check_weights, fingerprint_model
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora, peft_config, peft_tensors
 from prime_rl.trainer.models.attention import PackedAttention
@@ -15,7 +18,9 @@ from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.registry import load_decoder, read_tensors
 from prime_rl.trainer.rl.train import train
 from prime_rl.transport.weights import publish_weights
+from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.metrics import load_jsonl
+from rollouts.training.rl_losses import grpo_loss
 
 IDS = torch.arange(40) * 7 % 320
 
@@ -45,6 +50,24 @@ def test_transformers_checkpoint_round_trip(family: str, tmp_path: Path) -> None
     again, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     torch.testing.assert_close(compute_their_logprobs(again), compute_their_logprobs(theirs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_checkpoint_of_the_library_is_a_model(tie: bool, tmp_path: Path) -> None:
+    """Its weights are in torch's format only, as those of some models on the hub."""
+    theirs = build_tiny_hf(tie=tie)
+    backend = PyTorchTrainingBackend(theirs, torch.optim.AdamW(theirs.parameters()), grpo_loss, tmp_path)
+    directory = anyio.run(backend.save_checkpoint, 1, {})
+    check_weights(directory, random_init=False)
+    assert [line.split()[0] for line in fingerprint_model(str(directory))] == ["pytorch_model.bin"]
+    ours, named = load_decoder(directory), dict(theirs.named_parameters())
+    assert all(torch.equal(tensor, named[name]) for name, tensor in tensor_names(ours).items())
+    (directory / "pytorch_model.bin").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read"):
+        load_decoder(directory)
+    (directory / "pytorch_model.bin").unlink()
+    with pytest.raises(ValueError, match="has no weights"):
+        check_weights(directory, random_init=False)  # `optimizer.bin` has none of the model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
