@@ -111,6 +111,9 @@ def test_adaptive_direction_depends_on_each_token() -> None:
     forward, reverse = (compute_divergence(student, teacher, direction) for direction in ("forward", "reverse"))
     found = compute_divergence(student, teacher, "adaptive")
     assert found.tolist() == [forward[0].item(), reverse[1].item(), forward[2].item()]
+    tail = replace(make_inputs(student[:1, [0, 1]], teacher[:1, [1, 0]]), has_tail=True)
+    term = compute_divergence(student[:1, [0, 1]], teacher[:1, [1, 0]], "forward").item()
+    assert policy_loss(tail, objective("topk+tail", "adaptive")).loss_sum.item() == pytest.approx(term)
     assert choose_distillation(has_topk=True) == DistillChoice("topk+tail", "adaptive")
     assert choose_distillation(has_topk=False) == DistillChoice("token")
 

@@ -18,6 +18,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, zip_longest
+from typing import Any
 
 import msgspec
 import torch
@@ -43,9 +44,10 @@ def distill_term(inputs: LossInputs, objective: Objective) -> Float[Tensor, " to
         )
     tables, choice = (inputs.student_table, inputs.teacher_table), objective.distill
     taus = (objective.teacher_tau, objective.student_tau)
-    term = compute_divergence(*tables, choice.direction, *taus, choice.jsd_beta)
+    options: dict[str, Any] = {"jsd_beta": choice.jsd_beta, "has_tail": inputs.has_tail}
+    term = compute_divergence(*tables, choice.direction, *taus, **options)
     if inputs.is_reference is not None:
-        term = inputs.select_reference(compute_divergence(*tables, choice.direction, jsd_beta=choice.jsd_beta), term)
+        term = inputs.select_reference(compute_divergence(*tables, choice.direction, **options), term)
     return torch.where(inputs.loss_mask > 0, term, 0.0)
 
 
@@ -56,16 +58,19 @@ def compute_divergence(
     teacher_tau: float = 1.0,
     student_tau: float = 1.0,
     jsd_beta: float = 0.5,
+    *,
+    has_tail: bool = False,
 ) -> Float[Tensor, " tokens"]:
     """Per-token divergence between the student's log-probs s and the teacher's t over the same outcomes.
 
         reverse   sum p(s) (b s - a t)               a = b: a KL(student || teacher)
         forward   b KL(q || student)                 q = p(t)^(a/b), normalized: the target of the taus
-        adaptive  forward where the student's probability of the most likely outcome of q is below LOW_COVERAGE, else
-                  reverse: there samples of the student show its mistakes
+        adaptive  forward where the student's probability of the teacher's most likely token is below LOW_COVERAGE,
+                  else reverse: there samples of the student show its mistakes
         jsd       b (beta KL(q || m) + (1 - beta) KL(student || m))      m = beta q + (1 - beta) p(s)
 
-    with a, b = teacher_tau, student_tau. `ValueError` for a `student_tau` of 0 where there is no target.
+    with a, b = teacher_tau, student_tau. With `has_tail` the last outcome is all tokens outside of the teacher's top k.
+    `ValueError` for a `student_tau` of 0 where there is no target.
     """
     student, teacher = student.clamp(min=MIN_TABLE_LOGPROB), teacher.clamp(min=MIN_TABLE_LOGPROB)
     reverse = (student.exp() * (student_tau * student - teacher_tau * teacher)).sum(-1)
@@ -80,7 +85,7 @@ def compute_divergence(
     if direction == "forward":
         return forward
     if direction == "adaptive":
-        return torch.where(compute_coverage(student.detach(), teacher) < LOW_COVERAGE, forward, reverse)
+        return torch.where(compute_coverage(student.detach(), teacher, has_tail) < LOW_COVERAGE, forward, reverse)
     mixture = (jsd_beta * target.exp() + (1 - jsd_beta) * student.exp()).log()
     of_teacher = (target.exp() * (target - mixture)).sum(-1)
     of_student = (student.exp() * (student - mixture)).sum(-1)
@@ -88,10 +93,11 @@ def compute_divergence(
 
 
 def compute_coverage(
-    student: Float[Tensor, "tokens outcomes"], teacher: Float[Tensor, "tokens outcomes"]
+    student: Float[Tensor, "tokens outcomes"], teacher: Float[Tensor, "tokens outcomes"], has_tail: bool = False
 ) -> Float[Tensor, " tokens"]:
-    """The student's probability of the teacher's most likely token."""
-    return student.gather(-1, teacher.argmax(-1, keepdim=True)).squeeze(-1).exp()
+    """The student's probability of the teacher's most likely token; with `has_tail` the last outcome is no token."""
+    tokens = teacher[..., :-1] if has_tail else teacher
+    return student.gather(-1, tokens.argmax(-1, keepdim=True)).squeeze(-1).exp()
 
 
 def measure_tables(inputs: LossInputs) -> dict[str, Float[Tensor, " tokens"]]:
@@ -102,7 +108,7 @@ def measure_tables(inputs: LossInputs) -> dict[str, Float[Tensor, " tokens"]]:
     return {
         "teacher_kl_reverse": compute_divergence(student, teacher, "reverse"),
         "teacher_kl_forward": compute_divergence(student, teacher, "forward"),
-        "teacher_coverage": compute_coverage(student, teacher[:, :-1] if inputs.has_tail else teacher),
+        "teacher_coverage": compute_coverage(student, teacher, inputs.has_tail),
     }
 
 
