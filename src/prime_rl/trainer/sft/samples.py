@@ -284,11 +284,20 @@ def check_data(config: SFTDataConfig, tokenizer: Tokenizer) -> None:
 
 def render_text(text: PlainText, index: int, tokenizer: Tokenizer) -> Sample:
     """Plain text sample with EOS."""
-    before = encode_text(tokenizer, text.prompt, add_special_tokens=True)
+    before = encode_beginning(text.prompt, tokenizer)
     after = encode_completion(text, before, tokenizer)
     after += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     mask = [0.0] * len(before) + [1.0] * len(after)
     return Sample(prompt=text.prompt, tokens=before + after, loss_mask=mask, index=index, status=Status.COMPLETED)
+
+
+def encode_beginning(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of text that goes on: with the begin token, but without an end token that the tokenizer adds."""
+    ids, end = encode_text(tokenizer, text, add_special_tokens=True), [tokenizer.eos_token_id]
+    if ids[-1:] != end:
+        return ids
+    adds_end = encode_text(tokenizer, "a", add_special_tokens=True)[-1:] == end  # else the text ends with it
+    return ids[:-1] if adds_end else ids
 
 
 def encode_completion(text: PlainText, before: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -296,7 +305,7 @@ def encode_completion(text: PlainText, before: list[int], tokenizer: Tokenizer) 
 
     Tokenizers such as Llama 2's put a space before every text, which must not appear inside of this one.
     """
-    whole = encode_text(tokenizer, text.prompt + text.completion, add_special_tokens=True)
+    whole = encode_beginning(text.prompt + text.completion, tokenizer)
     if whole[: len(before)] == before:
         return whole[len(before) :]
     alone, line_break = encode_text(tokenizer, text.completion), encode_text(tokenizer, "\n")

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loguru import logger
+from tokenizers.processors import TemplateProcessing
 
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import SFTConfig
@@ -101,6 +102,23 @@ def test_loss_mask_enables_roles(mask: dict[str, bool], expected: list[str], tok
     messages = [{"role": "system", "content": "s"}, QUESTION, ANSWER, RESULT, RESULT, ANSWER]
     [sample] = tokenize([{"messages": messages}], tokenizer, loss_mask=mask)
     assert trained_text(sample, tokenizer) == expected
+
+
+@pytest.mark.parametrize("has_begin", [False, True])
+@pytest.mark.parametrize("adds_end", [False, True])
+def test_plain_text_has_one_end_token(has_begin: bool, adds_end: bool) -> None:
+    """Also if the tokenizer adds one to every text, as those of Llama's type may."""
+    tokenizer = load_tokenizer("tiny-qwen3")
+    tokenizer.chat_template = None
+    begin, end = "<|endoftext|>" * has_begin, "<|im_end|>"
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|endoftext|>", end)]
+    single = [*[begin] * has_begin, "$A", *[end] * adds_end]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)
+    rows = [{"prompt": "ab", "completion": "ba"}, {"text": "ab"}, {"prompt": f"a{end}", "completion": f"b{end}"}]
+    samples = tokenize(rows, tokenizer)
+    found = [(tokenizer.decode(sample.tokens), *trained_text(sample, tokenizer)) for sample in samples]
+    parts = [("ab", f"ba{end}"), ("", f"ab{end}"), (f"a{end}", f"b{end}{end}")]
+    assert found == [(begin + prompt + completion, completion) for prompt, completion in parts]
 
 
 @pytest.mark.parametrize("form", [dict, json.dumps])
