@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,6 +137,31 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text('{"prompt": "ä"}\n', encoding="utf-8-sig")
     assert load_samples_from_jsonl(path) == [Sample("ä")]
+
+
+@pytest.mark.parametrize(
+    ("error", "names"),
+    [
+        (
+            "Config name is missing.\nPlease pick one of: ['main', 'socratic']\nExample of usage:\n\tload()",
+            "'socratic'",
+        ),
+        ("BuilderConfig 'mian' not found. Available: ['main', 'socratic']", "'socratic'"),
+        ("Unknown split \"train\". Should be one of ['train_sft', 'test_sft'].", "'test_sft'"),
+    ],
+)
+def test_a_hub_set_without_the_part_names_its_parts(error: str, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: object, **options: object) -> None:
+        raise ValueError(error)
+
+    module = SimpleNamespace(load_dataset=load_dataset, config=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    sentence = (
+        rf"'owner/math' has no such subset or split \(.*{names}.*\): set subset and split, of `sft` data\.subsets"
+    )
+    with pytest.raises(ValueError, match=sentence) as found:
+        load_rows("owner/math")
+    assert "Example" not in str(found.value)
 
 
 def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:

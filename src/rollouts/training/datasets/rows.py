@@ -28,6 +28,8 @@ JSON_COLUMNS = frozenset(["messages", "conversations", "tools", "chat_template_k
 """CSV columns with JSON values."""
 MAX_CSV_CELL = 2**30
 
+NO_SUCH_PART = re.compile("Config name is missing|BuilderConfig '.*' not found|Unknown split")
+"""How errors of `datasets` begin whose cure is another subset or split, which they list in their first two lines."""
 ROWS_PER_READ = 1024
 """Rows per read of a parquet file or a data set of the hub."""
 
@@ -255,6 +257,11 @@ def _iter_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
             datasets.config.HF_HUB_OFFLINE = True  # skip half a minute of connection attempts
         rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
+        if NO_SUCH_PART.match(str(error)):
+            raise ValueError(
+                f"data set {name!r} has no such subset or split ({' '.join(str(error).splitlines()[:2])}): set subset "
+                "and split, of `sft` data.subsets and data.split"
+            ) from error
         hint = "" if "/" in name else f"; {SOURCES}"
         raise ValueError(f"data set {name!r} is no file and {describe_hub_error(error)}{hint}") from error
     for table in rows.with_format("arrow").iter(ROWS_PER_READ):
