@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prime_rl.runtime.run_dir import CKPT_PARTS
 from prime_rl.trainer.config import CkptConfig
+from prime_rl.trainer.models.value import without_critic
 from prime_rl.trainer.sharded_checkpoint import (
     ShardMap,
     Shards,
@@ -150,9 +151,7 @@ def load_checkpoint(
         raise ValueError(f"{directory} has an adapter of another {wrong[0]}: use the original one")
     num_ranks = state.get("num_ranks", 1)
     with open_shards(directory, MODEL, num_ranks) as saved:
-        for name in {*saved, *shard_map.by_name}:
-            if name not in shard_map.by_name or saved.shape(name) != shard_map.full_shape(name):
-                raise ValueError(f"{directory} belongs to another model: {name} differs; use the original model.name")
+        _check_shapes(saved, shard_map, directory)
         for name, parameter in parameters.items():
             local_part(parameter).copy_(saved.read(name, shard_map.local[name]))
     if not config.skip_optimizer:
@@ -169,6 +168,21 @@ def load_checkpoint(
     if stepper.after_step is not None:
         stepper.after_step()
     return _select_progress(state["progress"], config)
+
+
+def _check_shapes(saved: Shards, shard_map: ShardMap, directory: Path) -> None:
+    """`ValueError` with the key that decides on the parameters in which the checkpoint and the run differ."""
+    held = {name: saved.shape(name) for name in saved}
+    wanted = {name: shard_map.full_shape(name) for name in shard_map.by_name}
+    different = {name for name in {*held, *wanted} if held.get(name) != wanted.get(name)}
+    if not different:
+        return
+    key = "model.lora" if any(".lora_" in name for name in {*held, *wanted}) else "model.name"
+    if not without_critic(dict.fromkeys(different)):
+        key = "critic"
+    name = min(different)
+    how = "is not in it" if name not in held else "is in it only" if name not in wanted else "has another shape in it"
+    raise ValueError(f"{directory} is of a run with another {key}: {name} {how}; use the original {key}")
 
 
 def read_progress(root: Path, step: int, config: CkptConfig) -> dict[str, Any]:

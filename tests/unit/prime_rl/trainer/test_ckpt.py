@@ -13,7 +13,7 @@ import torch
 
 from prime_rl.launcher.output_dir import quarantine_corrupt_checkpoints
 from prime_rl.runtime.run_dir import RunDir
-from prime_rl.trainer.backend import build_backend
+from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.checkpointer import Checkpointer
 from prime_rl.trainer.ckpt import (
     is_checkpoint_due,
@@ -231,7 +231,9 @@ def test_foreign_checkpoints_are_rejected(tmp_path: Path) -> None:
     backend.stepper.step()
     save_checkpoint(tmp_path, 1, backend.parameters, backend.stepper, {})
     smaller = build_backend(rl_config(tmp_path, model={**MODEL, "debug": {"random_init": True, "num_layers": 1}}))
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(
+        ValueError, match=r"another model\.name: model\.layers\.1\..* is in it only; use the original model\.name"
+    ):
         load_checkpoint(tmp_path, 1, smaller.parameters, smaller.stepper)
     muon = build_backend(rl_config(tmp_path, optim={"type": "muon", "lr": 1e-2}))
     sgd = build_backend(rl_config(tmp_path, optim={"type": "sgd", "lr": 1e-2}))
@@ -247,6 +249,37 @@ def test_foreign_checkpoints_are_rejected(tmp_path: Path) -> None:
     state.write_text(state.read_text().replace('"schema": 3', '"schema": 4'))
     with pytest.raises(ValueError, match="schema 4"):
         load_checkpoint(tmp_path, 1, backend.parameters, backend.stepper)
+
+
+LORA, CRITIC = {"lora": {"rank": 2, "target_modules": ["q_proj"]}}, {"critic": {}, "loss": {"type": "ppo"}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "words"),
+    [
+        ({}, LORA, r"another model\.lora: .* is in it only; use the original model\.lora"),
+        (LORA, {}, r"another model\.lora: .* is not in it; use the original model\.lora"),
+        (
+            LORA,
+            {"lora": {**LORA["lora"], "rank": 4}},
+            r"another model\.lora: .*\.lora_A\.weight has another shape in it",
+        ),
+        ({"loss": CRITIC["loss"]}, CRITIC, r"another critic: value\..* is not in it; use the original critic"),
+        (LORA | CRITIC, LORA | {"loss": CRITIC["loss"]}, r"another critic: value\..* is in it only"),
+    ],
+)
+def test_a_checkpoint_of_other_parameters_names_the_key(
+    saved: dict[str, Any], resumed: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    def build(changes: dict[str, Any]) -> Backend:
+        debug = {"random_init": True, "num_layers": 1}
+        model = {**MODEL, "debug": debug, "seq_len": 32, "lora": changes.get("lora")}
+        return build_backend(rl_config(tmp_path, model=model, **{n: v for n, v in changes.items() if n != "lora"}))
+
+    one, two = build(saved), build(resumed)
+    save_checkpoint(tmp_path, 1, one.parameters, one.stepper, {})
+    with pytest.raises(ValueError, match=f"is of a run with {words}"):
+        load_checkpoint(tmp_path, 1, two.parameters, two.stepper)
 
 
 def test_checkpoints_of_schema_1_still_load(tmp_path: Path) -> None:
