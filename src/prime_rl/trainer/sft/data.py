@@ -182,9 +182,10 @@ class SFTBatches:
                     "ckpt.skip_dataloader"
                 )
             raise ValueError(
-                "the checkpoint was trained on other data, or with another template or data.seq_len: resume with the "
-                "original settings, begin these data with ckpt.skip_dataloader, or start a new run from its weights "
-                "with --model.name"
+                "the checkpoint was trained on other data, with another template or data.seq_len, or with other "
+                "samples held out by [val]: resume with the original settings (validation on data of its own, "
+                "val.name, may be added), begin these data with ckpt.skip_dataloader, or start a new run from its "
+                "weights with --model.name"
             )
         return replace(position, digest=digest)
 

@@ -405,6 +405,16 @@ def test_resume_with_mixing_is_exact(tmp_path: Path) -> None:
         train(make_config(data, output_dir=stopped, val=val, max_steps=8, **{"ckpt": {"resume_step": -1}}))
 
 
+def test_a_resume_may_add_validation_on_other_data_only(tmp_path: Path, tokenizer: Any) -> None:
+    data = {"name": str(write(tmp_path / "rows.jsonl", pairs("x", 9)))}
+    other = str(write(tmp_path / "other.jsonl", pairs("y", 3)))
+    saved = build_sft_batches(make_config(data), 320, tokenizer).restore({}).state()
+    build_sft_batches(make_config(data, val={"name": other}), 320, tokenizer).restore({"position": saved})
+    held_out = build_sft_batches(make_config(data, val={"num_samples": 3}), 320, tokenizer)
+    with pytest.raises(ValueError, match=r"other samples held out by \[val\]: .*val\.name, may be added"):
+        held_out.restore({"position": saved})
+
+
 class NextDay(datetime):
     @classmethod
     def now(cls, tz: Any = None) -> Any:
