@@ -314,6 +314,11 @@ class LossConfig(BaseConfig):
         """The enabled option that requires teacher log-probs, if any."""
         return next((name for name in ("teacher_tau", "kl_coef") if getattr(self, name)), None)
 
+    @property
+    def top_logprobs(self) -> int:
+        """`distill.top_logprobs`, 0 if the loss has no teacher to distill."""
+        return self.distill.top_logprobs if self.teacher_tau else 0
+
     def import_custom(self) -> Callable[..., Any] | None:
         """The custom loss with its keyword arguments, None without one; `ValueError` if it cannot be called."""
         if self.import_path is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.config import FakeDataConfig, LossConfig, TrainConfig
 from prime_rl.transport.factory import build_receiver
-from rollouts.training.types import Sample, Status
+from rollouts.training.types import Sample, Status, TeacherTable
 
 
 class Batches(Protocol):
@@ -24,12 +25,13 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class FakeBatches:
-    """Groups of random samples, a pure function of (seed, step)."""
+    """Groups of random samples, a pure function of (seed, step), with a teacher if `loss` needs one."""
 
     config: FakeDataConfig
     seq_len: int
     vocab_size: int
     seed: int
+    loss: LossConfig = field(default_factory=LossConfig)
 
     def receive(self, step: int, timeout_s: float | None = None) -> list[Sample]:
         """Return the batch of `step` without waiting."""
@@ -61,13 +63,30 @@ class FakeBatches:
                     status=Status.COMPLETED,
                 )
             )
+            if self.loss.needs_teacher is not None:
+                self._add_teacher(samples[-1], num_completion)
         return samples
+
+    def _add_teacher(self, sample: Sample, num_completion: int) -> None:
+        """Add the log-probs, and the table, of a teacher to which all tokens are equally likely."""
+        logprob = -math.log(self.vocab_size)
+        sample.teacher_logprobs = [logprob if mask else 0.0 for mask in sample.loss_mask]
+        top = self.loss.top_logprobs
+        if not top:
+            return
+        k = self.vocab_size if top == -1 else top
+        logprobs = np.full((num_completion, k), logprob, np.float32).tobytes()
+        sample.teacher_table = TeacherTable(k, logprobs)
+        if top != -1:
+            ids = np.arange(num_completion * k, dtype=np.int32) % self.vocab_size
+            tail = np.full(num_completion, 1 - k / self.vocab_size, np.float32)
+            sample.teacher_table = TeacherTable(k, logprobs, ids.tobytes(), tail.tobytes())
 
 
 def build_batches(config: TrainConfig, vocab_size: int) -> Batches:
     """Batch source of a run: fake data with `data.fake`, else the orchestrator."""
     if config.data.fake is not None:
-        return FakeBatches(config.data.fake, config.model.seq_len, vocab_size, config.seed)
+        return FakeBatches(config.data.fake, config.model.seq_len, vocab_size, config.seed, config.loss)
     transport = config.transport
     return build_receiver(transport.type, RunDir(config.output_dir).rollouts, transport.host, transport.port)
 
@@ -126,7 +145,7 @@ def check_teacher(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) 
             f"loss.{need} is {getattr(loss, need)} but {num_missing} of {len(samples)} samples have no "
             f"teacher log-probs: set orchestrator.teacher_model, or loss.{need} = 0"
         )
-    top_logprobs = loss.distill.top_logprobs if loss.teacher_tau else 0
+    top_logprobs = loss.top_logprobs
     for sample in samples:
         if not top_logprobs or sample.teacher_logprobs is None:
             continue

@@ -18,6 +18,7 @@ from prime_rl.trainer.profiling import build_bench_table, prepare_bench
 from prime_rl.trainer.rl.train import train as train_rl
 from prime_rl.trainer.sft.train import train as train_sft
 from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.training.metrics import load_jsonl
 
 TINY = {"model": {"name": "tiny-qwen3", "debug": {"random_init": True, "num_layers": 1}}, "log": {"file": False}}
 
@@ -35,6 +36,23 @@ def test_bench_uses_fake_data_and_writes_no_output(tmp_path: Path, capsys: pytes
             assert label in text
         assert "weights  " not in text and "inference --model.name" not in text  # the folder is removed
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric"),
+    [
+        ({"kl_coef": 0.1}, "teacher_kl/mean"),
+        ({"type": "sdpg"}, "teacher_kl/mean"),
+        ({"teacher_tau": 1.0, "distill": {"estimator": "auto"}}, "teacher_kl_forward/mean"),
+        ({"teacher_tau": 1.0, "distill": {"estimator": "full"}}, "teacher_kl_forward/mean"),
+    ],
+)
+def test_fake_data_have_the_teacher_of_the_loss(loss: dict[str, Any], metric: str, tmp_path: Path) -> None:
+    model = {**TINY["model"], "seq_len": 32}  # type: ignore[dict-item]
+    settings = {**TINY, "model": model, "output_dir": tmp_path, "max_steps": 2, "data": {"fake": {"batch_size": 4}}}
+    assert train_rl(TrainConfig.model_validate({**settings, "loss": loss})) == 0
+    rows = list(load_jsonl(tmp_path / "metrics.jsonl"))
+    assert any(metric in row for row in rows), sorted(rows[-1])
 
 
 @pytest.mark.parametrize("module", ["sft", "rl"])
