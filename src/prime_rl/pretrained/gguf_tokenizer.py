@@ -210,11 +210,19 @@ def read_tokenizer_metadata(directory: Path, vocab_size: int) -> dict[str, tuple
     first = Tokenizer.from_file(str(path)).encode("a").ids[:1]
     values["add_bos_token"] = begin is not None and first == [begin], (kinds.BOOL,)
     result = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
-    file = directory / "chat_template.jinja"
-    template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
-    if isinstance(template, str):
-        result["tokenizer.chat_template"] = template, (kinds.STRING,)
+    for name, template in _read_chat_templates(directory, settings).items():
+        key = "tokenizer.chat_template" if name == "default" else f"tokenizer.chat_template.{name}"
+        result[key] = template, (kinds.STRING,)
     return result
+
+
+def _read_chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name: that of chat_template.jinja, else those of `tokenizer_config.json`, one or a list."""
+    file = directory / "chat_template.jinja"
+    found = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    if isinstance(found, list):
+        return {entry["name"]: entry["template"] for entry in found}
+    return {} if found is None else {"default": found}
 
 
 def _read_further_ends(directory: Path, end: int | None, turn_ends: set[int]) -> list[int]:

@@ -26,7 +26,13 @@ from prime_rl.pretrained.gguf_architectures import (
     separate_rope,
 )
 from prime_rl.pretrained.gguf_reader import convert_gguf
-from prime_rl.pretrained.gguf_tokenizer import PRE_TOKENIZERS, TokenType, build_tokenizer_files, find_end_tokens
+from prime_rl.pretrained.gguf_tokenizer import (
+    PRE_TOKENIZERS,
+    TokenType,
+    build_tokenizer_files,
+    find_end_tokens,
+    read_tokenizer_metadata,
+)
 from prime_rl.pretrained.gguf_writer import FILE_TYPES, write_gguf
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 
@@ -214,6 +220,20 @@ def test_token_ids_survive_the_round_trip(pre: str, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi <|im_end|> there"}]
     assert before.apply_chat_template(chat) == after.apply_chat_template(chat)
     assert (before.eos_token_id, before.pad_token_id) == (after.eos_token_id, after.pad_token_id)
+
+
+def test_named_chat_templates_are_converted(tmp_path: Path) -> None:
+    """Those of Hermes 2 and 3, for example, are a list in tokenizer_config.json."""
+    model = save_model(tmp_path / "model", "qwen3")
+    text = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": "default", "template": text}, {"name": "tool_use", "template": "tools"}]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    metadata = read_tokenizer_metadata(model, 405)
+    assert metadata["tokenizer.chat_template"][0] == text
+    assert metadata["tokenizer.chat_template.tool_use"][0] == "tools"
+    assert (round_trip(model, tmp_path) / "chat_template.jinja").read_text() == text
 
 
 @pytest.mark.parametrize("pre", list(PRE_TOKENIZERS))
