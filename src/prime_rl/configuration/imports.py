@@ -30,7 +30,12 @@ def import_function(path: str, key: str) -> Callable[..., Any]:
 def check_arguments(
     function: Callable[..., Any], path: str, key: str, arguments: Mapping[str, Any], positional: str = "inputs"
 ) -> None:
-    """Raise `ValueError` unless the function takes one positional argument and the keyword `arguments`."""
+    """Raise `ValueError` unless the function takes one positional argument and the keyword `arguments`.
+
+    It is called without await, so a coroutine function raises, too.
+    """
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{key} = {path!r} is async: write it with def, not async def")
     try:
         inspect.signature(function).bind(None, **arguments)
     except TypeError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import rollouts.training.filters as library
@@ -12,25 +12,25 @@ from prime_rl.orchestrator.config import BufferConfig, FilterConfig
 from rollouts.training.advantages import split_groups
 from rollouts.training.filters import Filter
 from rollouts.training.rollout_gen.groups import DropReason, mean_reward
-from rollouts.training.types import Sample
+from rollouts.training.types import Sample, settle
 
 ALIASES = {"zero_variance": "reward_nonzero_std"}
 
 
-def build_group_filter(config: BufferConfig) -> Callable[[list[Sample]], str | None]:
+def build_group_filter(config: BufferConfig) -> Callable[[list[Sample]], Awaitable[str | None]]:
     """Build a function that returns the first reason to reject a scored group, or None to accept it.
 
-    Filters see the last sample of each rollout. With several seats, they see one seat at a time, and accept the group
-    if they accept one of them.
+    Filters see the last sample of each rollout; they may be async. With several seats, they see one seat at a time, and
+    accept the group if they accept one of them.
     """
     accepts = [(filter_config.name, build_filter(filter_config)) for filter_config in config.filters]
 
-    def reject_reason(samples: list[Sample]) -> str | None:
+    async def reject_reason(samples: list[Sample]) -> str | None:
         if config.online_difficulty_filtering and (mean := mean_reward(samples)) in (0.0, 1.0):
             return DropReason.EASY if mean else DropReason.HARD
         seats = split_groups(samples)
         for name, accept in accepts:
-            if not any([accept([rollout[-1] for rollout in rollouts]) for rollouts in seats]):
+            if not any([await settle(accept([rollout[-1] for rollout in rollouts])) for rollouts in seats]):
                 return name
         return None
 

@@ -210,6 +210,10 @@ def best(group: list[Sample], bonus: float = 1.0) -> list[float]:
     return [bonus * (sample.reward == max(other.reward for other in group)) for sample in group]
 
 
+async def waiting(group: list[Sample]) -> list[float]:
+    return best(group)
+
+
 def test_rl_takes_a_custom_advantage_function() -> None:
     advantage = {"import_path": f"{__name__}:best", "kwargs": {"bonus": 0.5}}
     assign = build_advantages(OrchestratorConfig.model_validate({"advantage": advantage}))
@@ -225,6 +229,7 @@ def test_rl_takes_a_custom_advantage_function() -> None:
         ({"advantage": {"import_path": "math:pi"}}, "is a float, not a function"),
         ({"advantage": {"import_path": f"{__name__}:best", "kwargs": {"x": 1}}}, "does not take the arguments"),
         ({"advantage": {"import_path": "math:sqrt", "std": "group"}}, "std has no effect with import_path"),
+        ({"advantage": {"import_path": f"{__name__}:waiting"}}, "import_path = .* is async: write it with def"),
         ({"advantage": {"kwargs": {"x": 1}}}, "set import_path"),
         ({"advantage": {"import_path": "math:sqrt"}, "length_penalty": {}}, "length_penalty has no effect"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -122,7 +123,7 @@ def test_group_means_compare_a_seat_with_itself() -> None:
 
 
 def test_filters_judge_one_seat_at_a_time() -> None:
-    judge = build_group_filter(BufferConfig(filters=[{"name": "zero_variance"}]))
+    judge = partial(anyio.run, build_group_filter(BufferConfig(filters=[{"name": "zero_variance"}])))
     assert judge([sample(i, *pair) for i in (0, 1) for pair in (("a", 1.0), ("b", -1.0))]) == "zero_variance"
     assert judge([sample(0, "a", 1.0), sample(0, "b", 0.0), sample(1, "a", 1.0), sample(1, "b", 0.5)]) is None
     assert mean_reward([sample(0, "a", 1.0), sample(0, "b", -1.0), sample(1, "a", 0.0)]) == 0.5, (

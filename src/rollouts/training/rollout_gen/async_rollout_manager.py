@@ -96,9 +96,9 @@ class AsyncRolloutManager:
     over-sampling, and `staleness_limits` bounds the age instead. At most `max_running` groups run at a time; a
     prompt is drawn when its group starts.
 
-    `group_filter` returns the reason to reject a scored group, or None; it runs after the config's `filter_fn`.
-    `on_outcomes` receives the outcomes of a batch's prompts when its version is live, so that a curriculum based on
-    them is deterministic.
+    `group_filter` returns the reason to reject a scored group, or None; it runs after the config's `filter_fn`, and may
+    be async. `on_outcomes` receives the outcomes of a batch's prompts when its version is live, so that a curriculum
+    based on them is deterministic.
 
     `tokens` accounts for every sampled token; a `generate_group` that discards tokens shares it and calls `receive`.
 
@@ -112,7 +112,7 @@ class AsyncRolloutManager:
         config: RolloutConfig,
         *,
         generate_group: GenerateGroup | None = None,
-        group_filter: Callable[[list[Sample]], str | None] | None = None,
+        group_filter: Callable[[list[Sample]], Any] | None = None,
         on_outcomes: Callable[[list[Outcome]], None] = lambda outcomes: None,
         slots: int | None = None,
         max_running: int | None = None,
@@ -447,7 +447,7 @@ class AsyncRolloutManager:
         accept = self.config.filter_fn
         if accept is not None and not await settle(accept(samples)):
             return getattr(accept, "__name__", "filter_fn")
-        return None if self._group_filter is None else self._group_filter(samples)
+        return None if self._group_filter is None else await settle(self._group_filter(samples))
 
     async def _generate_samples(self, group_index: int, prompt: Any) -> list[Sample]:
         """Generate a group with the per-sample `generate_fn`; retry missing, aborted and failed samples.

@@ -252,6 +252,10 @@ def without_reward(row: dict[str, Any], env: str, version: int) -> bool:
     return True
 
 
+async def waiting(row: dict[str, Any], env: str, version: int, reward: float | None) -> bool:
+    return True
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -262,6 +266,7 @@ def without_reward(row: dict[str, Any], env: str, version: int) -> bool:
             {"buffer": {"curriculum": f"{__name__}:without_reward"}},
             r"buffer\.curriculum = .* does not take the arguments \(row, env, version, reward\): .*'reward'",
         ),
+        ({"buffer": {"curriculum": f"{__name__}:waiting"}}, r"buffer\.curriculum = .* is async: write it with def"),
     ],
 )
 def test_invalid_input_raises_before_loading(values: dict[str, Any], message: str, tmp_path: Path) -> None:

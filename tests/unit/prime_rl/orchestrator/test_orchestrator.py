@@ -9,6 +9,7 @@ import re
 import statistics
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -816,7 +817,7 @@ def test_metrics_that_are_not_finite_are_left_out(value: float) -> None:
 
 
 def test_online_difficulty_filtering() -> None:
-    judge = build_group_filter(BufferConfig(online_difficulty_filtering=True))
+    judge = partial(anyio.run, build_group_filter(BufferConfig(online_difficulty_filtering=True)))
     assert judge([scored(0, 0, 1.0), scored(0, 1, 1.0)]) == "easy"
     assert judge([scored(0, 0, 0.0)]) == "hard"
     assert judge([scored(0, 0, 1.0), scored(0, 1, 0.0)]) is None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -239,8 +241,18 @@ def never(samples: list[Sample]) -> bool:
     return False
 
 
+async def never_async(samples: list[Sample]) -> bool:
+    """A user's own filter, with a request."""
+    return never(samples)
+
+
+def group_filter(config: BufferConfig) -> Callable[[list[Sample]], str | None]:
+    judge = build_group_filter(config)
+    return lambda samples: anyio.run(judge, samples)
+
+
 def test_filters_by_name_with_arguments_and_by_import_path() -> None:
-    judge = build_group_filter(
+    judge = group_filter(
         BufferConfig(filters=[{"name": "zero_variance"}, {"name": "check_min_reward", "args": {"threshold": 0.8}}])
     )
     assert judge([sample(0, 1.0), sample(1, 1.0)]) == "zero_variance"
@@ -248,10 +260,8 @@ def test_filters_by_name_with_arguments_and_by_import_path() -> None:
     assert judge([sample(0, 0.9), sample(1, 0.5)]) is None
     # a rollout of two samples is one rollout: its reward has no spread of its own
     assert judge([sample(0, 0.9), sample(0, 0.9)]) is None
-    assert (
-        build_group_filter(BufferConfig(filters=[{"name": f"{__name__}:never"}]))([sample(0, 1.0)])
-        == f"{__name__}:never"
-    )
+    for name in (f"{__name__}:never", f"{__name__}:never_async"):
+        assert group_filter(BufferConfig(filters=[{"name": name}]))([sample(0, 1.0)]) == name
     for config, message in (
         ({"name": "min_rewrd"}, "'min_rewrd' is not one of any_success"),
         ({"name": "min_reward", "args": {"treshold": 1}}, "unexpected keyword argument 'treshold'"),
