@@ -487,6 +487,11 @@ class OrchestratorConfig(TrackersConfig):
                 raise ValueError(f"env.{i} has {what} but there is no teacher: add the section teacher_model")
             if env.teacher != "context" and env.source is not None:
                 raise ValueError(f'env.{i} has teacher = "{env.teacher}" and {env.source}: remove one of them')
+            if env.teacher == "reference" and self.reward_kl_key is not None:
+                raise ValueError(
+                    f'env.{i}.teacher = "reference" ignores rewards, but {self.reward_kl_key} uses the reference in '
+                    "the reward: leave out one of them (kl_coef needs no other key than teacher_model)"
+                )
         if teacher is not None:
             self._check_outcomes(teacher)
             self._check_teacher_server(teacher)

@@ -631,6 +631,9 @@ def test_a_kl_in_the_reward_needs_a_reference_of_its_own() -> None:
         RLConfig.model_validate({"orchestrator": {"advantage": {"kl_coef": 0.1}}})
     with pytest.raises(ValueError, match="set one of them to 0"):
         RLConfig.model_validate({**values, "trainer": {"loss": {"teacher_tau": 0.5}}})
+    values["orchestrator"]["env"] = [{"id": "a"}, {"id": "b", "teacher": "reference"}]
+    with pytest.raises(ValueError, match=r'env\.1\.teacher = "reference" ignores rewards, but advantage\.kl_coef'):
+        RLConfig.model_validate(values)
 
 
 def test_one_environment_may_have_a_kl_in_its_reward() -> None:
