@@ -249,6 +249,11 @@ def build_evaluations(
                     require_row_prompts(schedule.environments[name], use)
                 rows = choose_rows(schedule.environments[name], env, schedule.config)
                 teacher.contexts.check_eval_rows(name, rows)
+                if teacher.contexts.role(name) == "none" and name not in [trained.name for trained in config.env]:
+                    logger.warning(
+                        f"{name} is evaluated without a context: teacher_model has none, and no training environment "
+                        "has this name; to measure the context of one, set eval.env.name to its name"
+                    )
         baseline_evaluator = BaselineEvaluator(teacher, RunDir(config.output_dir))
     model, max_steps = config.model.name, config.max_steps
     return Evaluations(

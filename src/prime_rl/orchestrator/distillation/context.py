@@ -128,8 +128,13 @@ class ContextProvider:
         self._sources = {name: build_source(env, seed, teacher.success_reward) for name, env in self._envs.items()}
 
     def role(self, env: str) -> str:
-        """Teacher role of an environment: context, reference or none."""
-        return self._envs[env].teacher if env in self._envs else "context"
+        """Teacher role of an environment: context, reference or none.
+
+        Evaluation environments that are not trained have the teacher's context; none if only trained ones have one.
+        """
+        if env in self._envs:
+            return self._envs[env].teacher
+        return "context" if self._default is not None or not any(self._sources.values()) else "none"
 
     def reference_weight(self, env: str) -> float:
         """Weight of the rollouts of a reference environment."""

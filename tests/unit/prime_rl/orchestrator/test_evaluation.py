@@ -119,6 +119,21 @@ def test_contexts_of_evaluation_rows_are_checked_first(tmp_path: Path, teacher: 
         build_evaluations(config, [build_schedule(game, tmp_path)], anything, anything, scorer)
 
 
+def test_without_a_context_an_evaluation_is_no_baseline(tmp_path: Path) -> None:
+    values = {"env": [{"id": "taught", "context": "C "}], "eval": {}, "teacher_model": {"eval_baseline": True}}
+    config = OrchestratorConfig.model_validate(values)
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, 0)
+    schedule = build_schedule(BrokenEnvironment(), tmp_path)
+    anything: Any = SimpleNamespace()
+    lines = list[str]()
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    build_evaluations(config, [schedule], anything, anything, Teacher(contexts, TokenScorer([], "m"), "m"))
+    logger.remove(sink)
+    assert contexts.role("world") == "none" and contexts.role("taught") == "context"
+    assert "world is evaluated without a context" in lines[0]
+
+
 def test_a_validation_may_have_many_rollouts_of_an_example(tmp_path: Path) -> None:
     values = {"env": [{"id": "world"}], "val": {"rollouts_per_example": 512}, "output_dir": tmp_path}
     config, world = OrchestratorConfig.model_validate(values), SimpleNamespace(rows=lambda split: [])
