@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import anyio
 import msgspec
 
+from rollouts.training.seeds import derive_seed
 from rollouts.training.types import Message, Status
 
 Prompt = str | list[Message]
@@ -161,7 +162,10 @@ class ChatAgent:
             raise ValueError(f"max_turns {self.max_turns} of an agent must be at least 1")
 
     async def rollout(self, prompt: Prompt, *, seed: int | None = None) -> Trajectory:
-        """Run one attempt. Raises `ValueError` for an empty prompt; server failures set `status` to FAILED."""
+        """Run one attempt; `seed` is that of the first turn, those of later turns are derived from it.
+
+        Raises `ValueError` for an empty prompt; server failures set `status` to FAILED.
+        """
         messages = self._prompt_messages(prompt)
         trajectory = Trajectory(
             prompt=prompt,
@@ -181,8 +185,9 @@ class ChatAgent:
         environment = self.environment_cls() if self.environment_cls else None
         trajectory.tools = list(getattr(environment, "tools", None) or []) or None
         has_all_tokens = True
-        for _ in range(self.max_turns):
-            answer = await self.endpoint.chat(trajectory.messages, tools=trajectory.tools, seed=seed)
+        for number in range(self.max_turns):
+            turn_seed = derive_seed(seed, number) if number and seed is not None else seed
+            answer = await self.endpoint.chat(trajectory.messages, tools=trajectory.tools, seed=turn_seed)
             choice = answer["choices"][0]
             trajectory.messages.append(_assistant_message(choice["message"]))
             trajectory.stop_reason = choice.get("finish_reason")

@@ -11,12 +11,14 @@ the messages are sent instead: the prompt differs, and training starts a new sam
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from prime_rl.client.constraints import find_constraint
+from rollouts.training.seeds import derive_seed
 
 Body = dict[str, Any]
 
@@ -98,12 +100,17 @@ class _TextTurn:
 
 
 class MultiTurnClient:
-    """A client for one rollout, shaped like `InferenceClient`; several conversations share its connections."""
+    """A client for one rollout, shaped like `InferenceClient`; several conversations share its connections.
+
+    Environments send the rollout's seed with every request: later ones with a seed get one derived from it and their
+    number, so that turns are drawn independently.
+    """
 
     def __init__(self, client: TokenClient) -> None:
         self._client = client
         self._turns: list[_Turn] = []
         self._text_turns: list[_TextTurn] = []
+        self._num_requests: Counter[int] = Counter()  # by seed
         self.num_sampled = 0
         """Sampled tokens of all responses with token ids."""
 
@@ -123,7 +130,7 @@ class MultiTurnClient:
 
     async def create_chat(self, *, extra_body: Body | None = None, **request: Any) -> Any:
         """As `client.chat.completions.create`."""
-        body = {**request, **(extra_body or {})}
+        body = self._build_body(request, extra_body)
         if not (body.get("logprobs") and body.get("return_token_ids")) or body.get("n", 1) != 1:
             return self._count(await self._client.generate("/chat/completions", body))
         keys = [_encode(message) for message in body["messages"]]
@@ -159,7 +166,7 @@ class MultiTurnClient:
 
     async def create_completion(self, *, extra_body: Body | None = None, **request: Any) -> Any:
         """As `client.completions.create`."""
-        body = {**request, **(extra_body or {})}
+        body = self._build_body(request, extra_body)
         text = body.get("prompt")
         if not body.get("return_token_ids") or not isinstance(text, str):
             return self._count(await self._client.generate("/completions", body))
@@ -183,6 +190,14 @@ class MultiTurnClient:
                 )
             )
         return answer
+
+    def _build_body(self, request: Body, extra_body: Body | None) -> Body:
+        body = {**request, **(extra_body or {})}
+        if (seed := body.get("seed")) is not None:
+            if number := self._num_requests[seed]:
+                body["seed"] = derive_seed(seed, number)
+            self._num_requests[seed] += 1
+        return body
 
     async def _extend_text(self, model: str, text: str) -> list[int] | None:
         """The prompt as tokens; None if it does not extend an earlier turn."""

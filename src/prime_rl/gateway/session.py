@@ -20,7 +20,7 @@ from prime_rl.gateway.chat import (
 from rollouts.agents import Turn
 from rollouts.training.environments.plain import build_request, read_message, read_turn
 from rollouts.training.environments.protocol import add_usage, describe_failure
-from rollouts.training.environments.seats import derive_move_seed
+from rollouts.training.seeds import derive_seed
 from rollouts.training.types import Message
 
 PASSED_ON = ("tools", "tool_choice", "response_format", "chat_template_kwargs")
@@ -125,7 +125,7 @@ class Session:
         """
         digest = digest_texts(messages)
         self._repeats[digest] += 1
-        return derive_move_seed(seed, digest + self._repeats[digest])
+        return derive_seed(seed, digest + self._repeats[digest])
 
     def _restore(self, messages: list[Message]) -> list[Message]:
         """The messages, those of the engine as it wrote them; counts a history that the agent has edited."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -93,6 +94,15 @@ def test_non_prefix_turns_are_refused(loop: str) -> None:
             run(loop, agent_rollout_to_sample, "hi", Countdown, Endpoint("m", engine.base_url), None)
     assert [m["content"] for m in trajectory.messages] == ["hi", "HI", "left 1", "LEFT 1", "left 0", "LEFT 0"]
     assert trajectory.text == "HI\nLEFT 1\nLEFT 0" and len(trajectory.turns) == 3
+
+
+def test_turns_have_seeds_of_their_own() -> None:
+    with serve(FakeEngine(shout)) as engine:
+        agent = ChatAgent(Endpoint("m", engine.base_url), Countdown)
+        for _ in range(2):
+            anyio.run(partial(agent.rollout, "hi", seed=7))
+    seeds = [request["seed"] for request in engine.requests]
+    assert seeds[:3] == seeds[3:] and seeds[0] == 7 and len(set(seeds)) == 3
 
 
 def test_turns_that_extend_each_other_are_one_sample() -> None:
@@ -220,7 +230,7 @@ def test_engine_tokens_match_the_template() -> None:
     try:
         endpoint = Endpoint("tiny-qwen3", f"{server.root}/v1", max_tokens=200, extra_body={"logit_bias": bias})
         agent = ChatAgent(endpoint, Countdown, system_prompt="s")
-        first, again = (run(loop, lambda: agent.rollout("hi", seed=3)) for loop in ("asyncio", "trio"))
+        first, again = (run(loop, lambda: agent.rollout("hi", seed=5)) for loop in ("asyncio", "trio"))
     finally:
         server.stop()
     assert first == again and len(first.turns) == 3 and first.status == Status.COMPLETED, first.error

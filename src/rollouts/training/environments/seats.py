@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments.plain import PlainEnvironment, build_request, read_message, read_turn
 from rollouts.training.environments.protocol import RewardError, Row, add_usage, check_reward, open_conversation
+from rollouts.training.seeds import derive_seed
 from rollouts.training.types import Message, Status
 
 
@@ -75,7 +75,7 @@ class SeatEnvironment(PlainEnvironment):
             messages = game.messages()
             name = model if other is None else other.model
             if args.get("seed") is not None:
-                request["seed"] = derive_move_seed(args["seed"], num_moves)
+                request["seed"] = derive_seed(args["seed"], num_moves)
             answer = await conversations[seat].chat.completions.create(model=name, messages=messages, **request)
             message = read_message(answer.choices[0].message)
             completion += [*messages[-1:], message] if num_moves else [message]
@@ -106,9 +106,3 @@ class SeatEnvironment(PlainEnvironment):
             raise RewardError(f"rewards() has none of {', '.join(missing)}: return one for each seat")
         rollout.seat_rewards, rollout.metrics = rewards, {f"reward_{seat}": value for seat, value in rewards.items()}
         rollout.reward = next((rewards[seat] for seat in rewards if seat not in state["frozen"]), 0.0)
-
-
-def derive_move_seed(seed: int, number: int) -> int:
-    """Seed of move `number` of a game. An engine draws by seed and position: with the same seed, moves after prompts of
-    equal length would be the same quantile of their distributions."""
-    return random.Random(f"{seed}:{number}").getrandbits(31)

@@ -77,6 +77,16 @@ def test_history_that_the_environment_rewrote_opens_a_new_sample() -> None:
     assert [path for path, _ in wire.seen] == ["/chat/completions"] * 2
 
 
+def test_turns_have_seeds_of_their_own() -> None:
+    """An engine draws by seed and position: equal seeds would correlate turns with prompts of equal length."""
+    seeds = []
+    for _ in range(2):
+        wire = Wire(script=[turn([65, END])])
+        talk(wire, [[{"role": "user", "content": "r"}]] * 2, seed=7)
+        seeds.append([body["seed"] for _, body in wire.seen if "seed" in body])
+    assert seeds[0] == seeds[1] and seeds[0][0] == 7 and len(set(seeds[0])) == 3
+
+
 def test_a_server_without_the_routes_gets_messages() -> None:
     wire = Wire(script=[turn([65, END])], has_tokens=False)
     rollout, samples = talk(wire, [[{"role": "user", "content": "r"}]] * 2)
