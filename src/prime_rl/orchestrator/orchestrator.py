@@ -120,7 +120,8 @@ def orchestrate(config: OrchestratorConfig) -> int:
         return 0
     # Validate before waiting for environments and servers.
     check_trackers(config)
-    CheckpointStore(RunDir(config.output_dir), config.ckpt, config.max_steps).load()
+    checkpoints = CheckpointStore(RunDir(config.output_dir), config.ckpt, config.max_steps)
+    resumed_step, _ = checkpoints.load()
     build_group_filter(config.buffer)
     build_teacher(config)
     load_curriculum(config.buffer.curriculum)
@@ -132,6 +133,8 @@ def orchestrate(config: OrchestratorConfig) -> int:
     in_flight = min(in_flight, config.max_concurrent or in_flight) + max_concurrent_rollouts(config)
     if advice := ensure_open_files(in_flight):
         logger.warning(advice)
+    # Before environments load: a trainer that is ready earlier would read batches of the interrupted attempt.
+    checkpoints.claim_batches(resumed_step)
     with (
         open_environments(config.env, score=not config.buffer.skip_verification) as environments,
         open_environments(config.eval_envs) as eval_environments,

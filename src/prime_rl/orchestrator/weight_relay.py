@@ -33,11 +33,11 @@ class WeightRelay:
 
         trainer publishes N -> notification -> servers load it, canary verified -> version N is live -> slots of N free
 
-    Intermediate versions are skipped if a newer one exists. A version whose batch was never sent or received means
-    that the trainer uses other data: this is logged once, and slots are no longer tied to versions.
+    Intermediate versions are skipped if a newer one exists. In a new run, a version whose batch was never sent or
+    received means that the trainer uses other data: this is logged once, and slots are no longer tied to versions.
     With `before_load`, every version is loaded in turn after that returns (strict asynchrony: running groups finish).
     Unreachable servers are skipped; the server pool updates them when they return.
-    In a resumed run, versions of batches not yet sent belong to the interrupted attempt and are ignored.
+    In a resumed run, such versions belong to the interrupted attempt and are ignored.
     """
 
     def __init__(
@@ -181,8 +181,9 @@ class WeightRelay:
 
     def _newest(self) -> int | None:
         """The next version to load; None if there is no new one."""
-        last = self.num_sent if self._start else math.inf
-        steps = [step for step in complete_steps(self.weights_dir) if self.version.live < step <= last]
+        steps = [step for step in complete_steps(self.weights_dir) if step > self.version.live]
+        if self._start:
+            steps = [step for step in steps if not self._is_unread(step)]
         return steps[0 if self._before_load else -1] if steps else None
 
     def _is_unread(self, step: int) -> bool:
@@ -197,7 +198,13 @@ class WeightRelay:
             return
         waited = time.monotonic() - self._waiting_since
         self._check_alternate_dir()
-        expected = f"version {self.version.live + 1} in {self.weights_dir}"
+        step = self.version.live + 1
+        expected = f"version {step} in {self.weights_dir}"
+        if self._start and not self._is_received(step):
+            expected += (
+                f", but the trainer has not read batch {step}; unless it is loading, restart it with --resume "
+                "(it may have read batches of the interrupted attempt)"
+            )
         if waited > self._timeout_s:
             raise TimeoutError(f"waited {waited:.0f} s for {expected}: the trainer is stuck or not running")
         if waited >= LOG_INTERVAL_S:

@@ -19,6 +19,7 @@ from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.evaluation import EvalKind, find_last_finished
 from prime_rl.orchestrator.orchestrator import orchestrate, run_orchestrator
 from prime_rl.runtime.run_dir import RunDir
+from prime_rl.transport.batches import FilesystemBatchSender
 from rollouts.training.environments import Environment, load_environment
 from rollouts.training.metrics import append_jsonl, load_jsonl
 from rollouts.training.steps import complete_steps, publish_dir, step_path
@@ -275,6 +276,15 @@ def test_invalid_input_raises_before_loading(values: dict[str, Any], message: st
     )
     with pytest.raises(ValueError, match=message):
         orchestrate(config)
+
+
+def test_old_batches_are_moved_before_loading(tmp_path: Path) -> None:
+    """A trainer that is ready before the environments would read them."""
+    FilesystemBatchSender(tmp_path / "rollouts").send(2, [])
+    values = {"env": [{"id": "no-such-environment"}], "ckpt": {"resume_step": -1}, "output_dir": tmp_path}
+    with pytest.raises(ValueError, match="no-such-environment"):
+        orchestrate(OrchestratorConfig.model_validate(values))
+    assert not (tmp_path / "rollouts" / "step_2").exists()
 
 
 @pytest.mark.parametrize(

@@ -586,6 +586,7 @@ def relay_until(
     wanted: int,
     publish: list[int],
     log_timeline: Callable[[str, float, float, int], None] = lambda *interval: None,
+    is_received: Callable[[int], bool] = lambda step: True,
 ) -> list[int]:
     """Run a relay that starts at `version` until `wanted` is live; returns the versions it reported."""
     live: list[int] = []
@@ -593,7 +594,7 @@ def relay_until(
     async def main() -> None:
         servers = make_pool([engine], out, version)
         servers.version.subscribe(lambda version: live.append(version.live))
-        relay = WeightRelay(servers, is_received=lambda step: True, timeout_s=60, log_timeline=log_timeline)
+        relay = WeightRelay(servers, is_received=is_received, timeout_s=60, log_timeline=log_timeline)
         for step in range(version + 1, sent + 1):
             relay.mark_sent(step)
         async with anyio.create_task_group() as tasks:
@@ -629,6 +630,21 @@ def test_resumed_relay_ignores_old_versions(tmp_path: Path) -> None:
     engine = AnyEngine()
     assert relay_until(tmp_path, engine, version=4, sent=6, wanted=6, publish=[5, 6])[-1] == 6
     assert engine.loaded[-1] == "step_6" and "step_9" not in engine.loaded
+
+
+def test_resumed_relay_waits_until_batches_are_read(tmp_path: Path) -> None:
+    """Versions of the interrupted attempt are there until the trainer has resumed, too."""
+    publish_version(tmp_path, 6)
+    servers = make_pool([AnyEngine()], tmp_path, 4)
+    received = set[int]()
+    relay = WeightRelay(servers, is_received=received.__contains__, timeout_s=0, log_timeline=lambda *interval: None)
+    for step in (5, 6):
+        relay.mark_sent(step)
+    assert relay._newest() is None
+    with pytest.raises(TimeoutError, match=r"version 5 .*not read batch 5; .*restart it with --resume"):
+        relay._check_timeout()
+    received.add(6)
+    assert relay_until(tmp_path, AnyEngine(), 4, 6, 6, [], is_received=received.__contains__) == [6]
 
 
 def test_ema_teacher_loads_every_version(tmp_path: Path) -> None:
