@@ -122,12 +122,12 @@ def _group_wandb_runs(tables: ConfigTables, defaults: BaseModel) -> None:
         return
     key = "wandb.name" if tables.has("wandb.name") else "output_dir"
     group = tables.get(key) or _find_default(defaults, key)
-    source = f"follows from {key}"  # a record leaves such a group out
+    source = f"follows from {key}"
     if given:
         group, source = given.pop(), "group of a process"
     tables.set("wandb.group", str(group), source)
     for process in ("trainer", "orchestrator"):
-        if not tables.has(f"{process}.wandb.group"):  # a record has "None": the group is that of the new run
+        if not tables.has(f"{process}.wandb.group"):
             tables.set(f"{process}.wandb.group", str(group), "shared key wandb.group")
 
 
@@ -150,7 +150,7 @@ def _share(tables: ConfigTables, row: Shared, defaults: BaseModel) -> None:
     for key in (row.key, *row.targets):
         if not chosen:
             tables.set(key, value, "default")
-        elif key != chosen:
+        elif not (tables.is_set(key) and _is_same(tables.get(key), value)):
             tables.set(key, value, tables.source(chosen) if key == row.key else f"shared key {row.key}")
 
 

@@ -297,7 +297,8 @@ def _configure_server(tables: ConfigTables) -> None:
     )
     merged["server"]["port"] = port
     merged["name"] = "teacher_inference"
-    tables.set("teacher_inference", merged, TEACHER)
+    source = tables.source("teacher_inference") if tables.has("teacher_inference") else TEACHER
+    tables.set("teacher_inference", merged, source)
     tables.set(f"{TEACHER}.client.base_url", [build_url(host, port)], "teacher_inference.server")
 
 

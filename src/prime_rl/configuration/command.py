@@ -182,14 +182,14 @@ def _lock(config: Any, part: str | None) -> AbstractContextManager[None]:
 
 
 def _record(config: BaseConfig, prog: str) -> None:
-    """Write a resolved config, unless it was read from that file (whose source comments are more precise)."""
-    from prime_rl.utils.pydantic_config import write_config
+    """Record a resolved config, unless it was read from that file (whose source comments are more precise)."""
+    from prime_rl.utils.pydantic_config import write_record
 
     out_dir = config.model_dump(include={"output_dir"})["output_dir"]
     path = RunDir(Path(out_dir).resolve()).config(prog)
     files = {Path(source.rpartition(":")[0]) for source in config.provenance.values() if ":" in source}
     if path not in {file.resolve() for file in files}:
-        write_config(config, path)
+        write_record(config, path)
 
 
 def _show_error(error: BaseException) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import date, time
 from enum import Enum
 from typing import Any
@@ -14,11 +14,20 @@ from pydantic import BaseModel
 from prime_rl.configuration.schema import KeyPath
 
 COMMENT_COLUMN = 56
+COMMENT = "# "
 
 
-def render_toml(config: BaseModel, sources: Mapping[str, str]) -> str:
-    """Every key with its value and a comment with its source. None is written as "None"."""
-    return "\n".join(_section_lines(config, (), sources)).lstrip("\n") + "\n"
+def render_toml(config: BaseModel, sources: Mapping[str, str], given: Collection[str] | None = None) -> str:
+    """Every key with its value and a comment with its source. None is written as "None".
+
+    `given`: the keys to set; lines of others are comments, so that their values follow from these when read back.
+    """
+    return "\n".join(_section_lines(config, (), sources, given)).lstrip("\n") + "\n"
+
+
+def uncomment(text: str) -> str:
+    """A rendered configuration that sets every key."""
+    return re.sub(f"^{COMMENT}", "", text, flags=re.MULTILINE)
 
 
 def render_value(value: Any) -> str:
@@ -49,22 +58,38 @@ def describe_source(path: KeyPath, sources: Mapping[str, str]) -> str:
     return ", ".join(dict.fromkeys(inner)) or "default"
 
 
-def _section_lines(config: BaseModel, path: KeyPath, sources: Mapping[str, str]) -> Iterator[str]:
+def _section_lines(
+    config: BaseModel, path: KeyPath, sources: Mapping[str, str], given: Collection[str] | None
+) -> Iterator[str]:
     sections: list[tuple[KeyPath, BaseModel, str]] = []
     for name in type(config).model_fields:
         value, key = getattr(config, name), (*path, name)
         if isinstance(value, BaseModel):
-            sections.append((key, value, f"[{'.'.join(_bare(key))}]"))
+            sections.append((key, value, f"{_mark_section(key, given)}[{'.'.join(_bare(key))}]"))
         elif isinstance(value, list | tuple) and value and all(isinstance(item, BaseModel) for item in value):
-            header = f"[[{'.'.join(_bare(key))}]]"
+            header = f"{_mark_section(key, given)}[[{'.'.join(_bare(key))}]]"
             sections += [((*key, str(index)), item, header) for index, item in enumerate(value)]
         else:
-            yield _commented(f"{_key(name)} = {render_value(value)}", describe_source(key, sources))
+            line = f"{_mark_key(key, sources, given)}{_key(name)} = {render_value(value)}"
+            yield _commented(line, describe_source(key, sources))
     for key, section, header in sections:
         yield ""
         switched_on = sources.get(".".join(key))
         yield _commented(header, switched_on) if switched_on else header
-        yield from _section_lines(section, key, sources)
+        yield from _section_lines(section, key, sources, given)
+
+
+def _mark_section(path: KeyPath, given: Collection[str] | None) -> str:
+    """What comments out the header of a section: nothing if the section or a key in it is given."""
+    key = ".".join(path)
+    is_given = given is None or key in given or any(known.startswith(f"{key}.") for known in given)
+    return "" if is_given else COMMENT
+
+
+def _mark_key(path: KeyPath, sources: Mapping[str, str], given: Collection[str] | None) -> str:
+    """What comments out a key: nothing if it is given, as a whole or entry by entry."""
+    is_derived = given is not None and ".".join(path) in sources and ".".join(path) not in given
+    return COMMENT if is_derived else _mark_section(path, given)
 
 
 def _commented(text: str, comment: str) -> str:

@@ -25,7 +25,7 @@ def build_files(
     key: str = "<generated at submission>",
 ) -> dict[str, str]:
     """Files of a deployment by name: configurations, a script per task, and the launcher's files."""
-    tables = {f"{name}.toml": render_toml(config, config.provenance) for name, config in configs.items()}
+    tables = {f"{name}.toml": render_toml(config, config.provenance, config.given) for name, config in configs.items()}
     python = "python" if isinstance(deployment, KubernetesDeployment) else sys.executable
     scripts = build_scripts(layout, deployment, python)
     run, workdir = RunDir(out.resolve()), Path.cwd()

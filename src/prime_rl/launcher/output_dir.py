@@ -94,10 +94,9 @@ def remove_steps(root: Path, steps: Sequence[int]) -> None:
 
 def write_configs(config: RLConfig) -> dict[str, Path]:
     """Write the config of each process, of the whole run and of a matching evaluation as TOML below `configs/`."""
-    from prime_rl.utils.pydantic_config import write_config
+    from prime_rl.utils.pydantic_config import write_config, write_record
 
     parts: dict[str, BaseConfig] = {
-        "rl": build_record(config),
         "orchestrator": config.orchestrator,
         "trainer": config.trainer,
         "eval": build_eval_config(config),
@@ -106,22 +105,20 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
         parts["inference"] = config.inference
     if config.teacher_inference is not None:
         parts["teacher_inference"] = config.teacher_inference
-    paths = {name: RunDir(config.output_dir).config(name) for name in parts}
+    paths = {name: RunDir(config.output_dir).config(name) for name in ("rl", *parts)}
+    write_record(build_record(config), paths["rl"])
     for name, part in parts.items():
         write_config(part, paths[name])
     return paths
 
 
 def build_record(config: RLConfig) -> RLConfig:
-    """The config of later starts: options of this one are off, and what follows from output_dir may follow another."""
+    """The config of later starts: options of this one are off."""
     later: dict[str, Any] = {name: False for name in SINGLE_USE if getattr(config, name)}
     single_use = config.trainer.find_single_use()
     later |= {f"trainer.{key}": value for key, value in single_use.items()}
     if "ckpt.resume_step" in single_use:
         later |= {f"{name}ckpt.resume_step": -1 for name in ("", "orchestrator.")}
-    if config.provenance.get("wandb.group", "").startswith("follows from"):
-        sections = {"": config.wandb, "trainer.": config.trainer.wandb, "orchestrator.": config.orchestrator.wandb}
-        later |= {f"{name}wandb.group": None for name, wandb in sections.items() if wandb is not None}
     return config.for_later_starts(later)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prime_rl.configuration.render import uncomment
 from prime_rl.monitor.series import Series, join_processes, read_series
 from prime_rl.runtime.redaction import SECRET_KEY, redact
 from prime_rl.runtime.run_dir import RunDir
@@ -111,7 +112,7 @@ class LocalRun:
         for path in sorted(self.files.configs.glob("*.toml")):
             with suppress(OSError):
                 text = path.read_text(encoding="utf-8", errors="replace")
-                configs[path.stem] = redact(SECRET.sub(r'\1"***"', text))
+                configs[path.stem] = redact(SECRET.sub(r'\1"***"', uncomment(text)))
         return configs
 
     def tables(self) -> dict[str, dict[str, Any]]:

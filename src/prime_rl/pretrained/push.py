@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_rl.configuration.arguments import CommandParser
+from prime_rl.configuration.render import uncomment
 from prime_rl.pretrained.cache import models_cache_dir
 from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.run_dir import RunDir
@@ -53,7 +54,8 @@ def _read_base(run: RunDir, process: str | None) -> str | None:
 
     if process is None:
         return None
-    name = tomllib.loads(run.config(process).read_text(encoding="utf-8")).get("model", {}).get("name")
+    text = uncomment(run.config(process).read_text(encoding="utf-8"))
+    name = tomllib.loads(text).get("model", {}).get("name")
     return name if isinstance(name, str) else None
 
 

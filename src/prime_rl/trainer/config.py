@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -194,14 +195,21 @@ class TrainerConfig(TrackersConfig):
         """The learning rate when `optim.lr` is unset."""
         return cls.full_lr * LORA_LR_FACTOR if lora else cls.full_lr
 
-    def find_single_use(self) -> dict[str, Any]:
-        """Keys of one start with their values for later ones: `ckpt.skip_*`, and the checkpoint that is named.
+    @cached_property
+    def whole_scheduler(self) -> SchedulerConfig:
+        """The schedule before it was shortened to max_steps."""
+        return self.scheduler
 
-        Later starts resume from the latest one; not those of a new stage, which has none before its own first.
+    def find_single_use(self) -> dict[str, Any]:
+        """Keys of one start, with values for later ones: `ckpt.skip_*`, the named checkpoint, a shortened schedule.
+
+        Later starts resume from the latest checkpoint; not those of a new stage, which has none before its own first.
         """
+        shortened = dict(self.scheduler)
+        values = {f"scheduler.{name}": value for name, value in self.whole_scheduler if value != shortened[name]}
         if self.ckpt is None:
-            return {}
-        values: dict[str, Any] = {f"ckpt.{name}": False for name in SKIPS if getattr(self.ckpt, name)}
+            return values
+        values |= {f"ckpt.{name}": False for name in SKIPS if getattr(self.ckpt, name)}
         if self.ckpt.resume_step not in (None, -1) or self.ckpt.skip_progress:
             values["ckpt.resume_step"] = None if self.ckpt.skip_progress else -1
         return values
@@ -278,6 +286,7 @@ class TrainerConfig(TrackersConfig):
                 if name in type(scheduler).model_fields
             )
             note(info, f"note: the learning-rate schedule is shortened to max_steps = {self.max_steps}: {changes}")
+            self.__dict__["whole_scheduler"] = scheduler
             self.__dict__["scheduler"] = fitting
         return self
 

@@ -26,6 +26,7 @@ __all__ = [
     "parse_argv",
     "parse_settings",
     "write_config",
+    "write_record",
 ]
 
 Config = TypeVar("Config", bound="BaseConfig")
@@ -54,6 +55,11 @@ class BaseConfig(BaseModel):
         return {}
 
     @cached_property
+    def given(self) -> frozenset[str] | None:
+        """For a parsed config: dotted keys whose values were given and not derived."""
+        return None
+
+    @cached_property
     def notes(self) -> list[str]:
         """Messages for the user about values that parsing changed or ignored."""
         return []
@@ -73,6 +79,8 @@ class BaseConfig(BaseModel):
             changes[name] = section.for_later_starts({rest: value}) if rest else value
         later = self.model_copy(update=changes)
         later.__dict__["provenance"] = {**self.provenance, **dict.fromkeys(values, "later starts")}
+        if self.given is not None:
+            later.__dict__["given"] = self.given.union(values)
         return later
 
     @model_validator(mode="before")
@@ -165,12 +173,14 @@ def _build(config_cls: type[Config], builder: ConfigBuilder, notes: list[str], o
     if builder.errors:
         raise join_errors(builder.errors)
     notes += builder.notes
+    given = dict(builder.sources)
     context = {"sources": builder.sources, "notes": notes, "options": options}
     try:
         config = config_cls.model_validate(builder.values, context=context)
     except ValidationError as error:
         raise translate(error.errors(), builder.root, builder.sources, builder.prog) from None
     _attach_sources(config, builder.sources)
+    config.__dict__["given"] = frozenset(key for key in given if builder.sources[key] == given[key])
     config.notes.extend(notes)
     return config
 
@@ -183,6 +193,16 @@ def write_config(config: BaseConfig, path: Path, provenance: Mapping[str, str] |
     from prime_rl.configuration.render import render_toml
 
     replace_file(path, render_toml(config, config.provenance if provenance is None else provenance), mode=0o600)
+
+
+def write_record(config: BaseConfig, path: Path) -> None:
+    """Write a parsed config for later starts: it sets the keys that were given, and has the others as comments.
+
+    What follows from a key then follows from the option that replaces it.
+    """
+    from prime_rl.configuration.render import render_toml
+
+    replace_file(path, render_toml(config, config.provenance, config.given), mode=0o600)
 
 
 def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from prime_rl.config_sharing import SHARED_KEYS, TRACKERS
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.utils.pydantic_config import ConfigError, parse_argv, parse_settings, write_config
+from prime_rl.utils.pydantic_config import ConfigError, parse_argv, parse_settings, write_config, write_record
 from rollouts.training.objectives import PRESETS
 
 ROOT = Path(__file__).parents[3]
@@ -381,13 +381,15 @@ FILES = sorted(
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_file_of_the_repository_parses(path: Path) -> None:
+def test_every_file_of_the_repository_parses(path: Path, tmp_path: Path) -> None:
     names = [names for end, names in CLASSES.items() if path.as_posix().endswith("/" + end)]
     assert names, f"{path} belongs to no command: name it like its neighbours, or add its ending to CLASSES"
     config_cls = getattr(importlib.import_module(names[0][0]), names[0][1])
     config, sources = parse_argv(config_cls, ["@", str(path)], path.stem, {})
     assert any(".toml:" in source for source in sources.values()), "no value came from the file, or from its base"
     assert not [note for note in config.notes if note.startswith("warning")]
+    write_record(config, tmp_path / "record.toml")
+    assert parse_argv(config_cls, ["@", str(tmp_path / "record.toml")], path.stem, {})[0] == config
 
 
 def test_the_documented_three_files_parse_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationInfo, model_validator
 
 from prime_rl.configuration.command import run_command
-from prime_rl.configuration.render import render_toml
+from prime_rl.configuration.render import render_toml, uncomment
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.configuration.sources import find_lines
 from prime_rl.deployment.config import SlurmDeployment
@@ -25,6 +25,7 @@ from prime_rl.utils.pydantic_config import (
     note_source,
     parse_argv,
     write_config,
+    write_record,
 )
 
 ROOT = Path(__file__).parents[4]
@@ -418,6 +419,17 @@ def test_the_resolved_config_reads_back(tmp_path: Path, argv: str) -> None:
     assert parse("@", str(path)) == config
     assert parse("@", str(path), PRIME_LR="9", PRIME_TAGS="x", PRIME_CKPT__RANK="1") == config
     assert os.listdir(path.parent) == ["tiny.toml"]
+
+
+def test_a_record_sets_the_given_keys_only(tmp_path: Path) -> None:
+    config = parse("--env.1.id", "b", "--ckpt", "--headers.X", "# y", PRIME_LR="0.5")
+    path = tmp_path / "tiny.toml"
+    write_record(config, path)
+    assert parse("@", str(path)) == config
+    given = parse_argv(TinyConfig, ["@", str(path)], "tiny", {})[1]
+    assert given.keys() == {"env", "env.0", "env.1", "env.1.id", "ckpt", "headers.X", "lr"}
+    complete = render_toml(config, config.provenance)
+    assert uncomment(path.read_text()).split() == complete.split()
 
 
 plain_values = st.recursive(

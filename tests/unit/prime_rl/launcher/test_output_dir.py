@@ -163,6 +163,49 @@ def test_a_record_keeps_the_keys_of_one_process(given: list[str], tmp_path: Path
     assert parse("@", str(path), "--log.level", "warning").trainer.log.level == "warning"
 
 
+TEACHER = "--orchestrator.teacher_model.context=x --trainer.loss.adv_tau=0"
+
+
+@pytest.mark.parametrize(
+    ("first", "option"),
+    [
+        ("--trainer.loss.type=grpo", "--trainer.loss.type=ppo"),
+        ("--trainer.loss.type=grpo --orchestrator.sampling.max_tokens=256", "--trainer.loss.type=dapo"),
+        ("--trainer.loss.type=grpo --orchestrator.sampling.max_tokens=256", "--trainer.loss.type=dr_grpo"),
+        ("", "--trainer.loss.type=grpo"),
+        ("--orchestrator.rollouts_per_example=8", "--trainer.loss.type=sdpo"),
+        ("--trainer.loss.type=dapo --orchestrator.sampling.max_tokens=256", "--orchestrator.sampling.max_tokens=1024"),
+        ("", "--seq-len=4096"),
+        ("", TEACHER),
+        (TEACHER, "--seq-len=4096"),
+        (TEACHER, "--model.name=other"),
+        ("--trainer.model.lora.rank=16", "--trainer.model.lora.rank=32"),
+        ("--trainer.model.lora.rank=16", "--no-trainer.model.lora"),
+        (
+            "--trainer.model.lora --teacher_inference --trainer.loss.kl_coef=0.1 --orchestrator.teacher_model",
+            "--seed=1",
+        ),
+        ("--max-steps=20 --trainer.scheduler.type=linear --trainer.scheduler.warmup_steps=100", "--max-steps=1000"),
+        ("--max-steps=5 --trainer.scheduler.type=linear --trainer.scheduler.warmup_steps=10", "--max-steps=1000"),
+        ("", "--inference.server.port=9123 --inference.server.host=0.0.0.0"),
+        (TEACHER, "--teacher_inference.server.port=9123"),
+        ("", "--orchestrator.env.0.id=gsm8k"),
+        ("--orchestrator.env.0.loss.type=grpo", "--orchestrator.env.0.loss.type=ppo"),
+    ],
+)
+def test_keys_follow_an_option_over_a_record(
+    first: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.config_sharing.check_port_free", lambda host, port: None)
+    argv = ["--output-dir", str(tmp_path), *first.split()]
+    config = parse(*argv)
+    path = str(output_dir.write_configs(config)["rl"])
+    recorded = parse_argv(RLConfig, ["@", path], "rl")[0]
+    assert recorded == config
+    path = str(output_dir.write_configs(recorded)["rl"])  # the record of a start from a record is no different
+    assert parse_argv(RLConfig, ["@", path, *option.split()], "rl")[0] == parse(*argv, *option.split())
+
+
 @pytest.mark.parametrize("first", ["--ckpt.interval=2", "--no-ckpt", "--ckpt.resume-step=-1", "--ckpt.resume-step=4"])
 def test_a_recorded_run_is_resumed(first: str, tmp_path: Path) -> None:
     path = output_dir.write_configs(parse("--output-dir", str(tmp_path), first))["rl"]

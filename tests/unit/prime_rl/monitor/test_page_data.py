@@ -65,6 +65,7 @@ def test_thin_curves_keep_their_spikes() -> None:
 def test_page_data_and_its_updates_add_up(tmp_path: Path) -> None:
     run_dir = write_page_run(tmp_path / "run")
     first = build_page_data(open_run(run_dir))
+    assert first["configs"]["trainer"][1] == ["", "micro_bs", "4", "default"], "a comment, as in records"
     assert first["configs"]["trainer"][2] == ["model", "name", '"tiny"', "run.toml:3"]
     assert [(e["env"], e["step"]) for e in first["evals"]] == [("alpha", 12)]
     assert first["weights"][0]["dtypes"] == ["float32"]

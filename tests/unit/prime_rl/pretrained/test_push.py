@@ -107,7 +107,7 @@ def weights(tmp_path: Path) -> Path:
     model = load_decoder(BASE, random_init=True)
     directory = publish_weights(tmp_path / "weights", 3, tensor_names(model), BASE)
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "sft.toml").write_text('[model]\nname = "org/base"\n')
+    (tmp_path / "configs" / "sft.toml").write_text('# [model]\n# name = "org/base"  # default\n')
     return directory
 
 

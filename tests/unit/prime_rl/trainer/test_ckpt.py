@@ -25,7 +25,7 @@ from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.rl.train import train as train_rl
 from prime_rl.trainer.sft.train import train as train_sft
 from prime_rl.transport.weights import read_manifest
-from prime_rl.utils.pydantic_config import parse_argv, write_config
+from prime_rl.utils.pydantic_config import parse_argv, write_config, write_record
 from rollouts.training.metrics import load_jsonl, load_last_attempts
 from rollouts.training.steps import complete_steps, find_damage, prune_commits, publish_dir, step_path
 
@@ -370,10 +370,27 @@ def test_the_record_of_a_stage_resumes_that_stage(tmp_path: Path) -> None:
         argv = ["--output-dir", str(tmp_path), "--ckpt.resume-step", step, f"--ckpt.{skip}"]
         record = build_record(parse_argv(SFTConfig, argv, "sft")[0])
         assert record is not None
-        write_config(record, tmp_path / "sft.toml")
+        write_record(record, tmp_path / "sft.toml")
         assert "--ckpt.skip" not in (tmp_path / "sft.toml").read_text()
         later, _ = parse_argv(SFTConfig, ["@", str(tmp_path / "sft.toml"), "--resume"], "sft")
         assert later.ckpt == CkptConfig(resume_step=-1)
+
+
+@pytest.mark.parametrize(
+    ("first", "option"),
+    [
+        ("--model.lora.rank=8", "--no-model.lora"),
+        ("--max-steps=20 --scheduler.type=linear --scheduler.warmup-steps=100", "--max-steps=1000"),
+    ],
+)
+def test_keys_follow_an_option_over_a_record(first: str, option: str, tmp_path: Path) -> None:
+    config = parse_argv(SFTConfig, first.split(), "sft")[0]
+    record, path = build_record(config), tmp_path / "sft.toml"
+    assert record is not None
+    write_record(record, path)
+    assert parse_argv(SFTConfig, ["@", str(path)], "sft")[0] == config
+    fresh = parse_argv(SFTConfig, [*first.split(), option], "sft")[0]
+    assert parse_argv(SFTConfig, ["@", str(path), option], "sft")[0] == fresh
 
 
 def test_resume_replaces_a_step_that_a_file_names(tmp_path: Path) -> None:
