@@ -27,7 +27,7 @@ def write_page_run(path: Path, *, num_steps: int = 12, groups: int = 3, size: in
         append_jsonl(path / "samples.jsonl", sample_rows(rng, step, groups, size, completion_len))
     (path / "configs").mkdir(parents=True)
     (path / "configs" / "trainer.toml").write_text(
-        f'max_steps = {num_steps}    # command line\n# micro_bs = 4  # default\n\n[model]\nname = "tiny"  # run.toml:3\n'
+        f'max_steps = {num_steps}  # command line\n# micro_bs = 4  # default\n\n[model]\nname = "tiny"  # run.toml:3\n'
         'note = "<b>not bold</b>"  # PRIME_NOTE\n'
     )
     weights = path / "weights" / f"step_{num_steps}"

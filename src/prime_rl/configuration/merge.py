@@ -277,7 +277,8 @@ class ConfigBuilder:
         config_cls = section.sections[0]
         for name in getattr(config_cls, "dependents", {}).get(path[-1], ()):
             old = parent.get(path[-1], default_of(config_cls.model_fields[path[-1]]))
-            if value != old and parent.pop(name, None):
+            is_other_text = isinstance(parent.get(name), str) and parent[name] != old
+            if value != old and not is_other_text and parent.pop(name, None):
                 key = ".".join(path[:-1])
                 self.notes.append(f"note: {key}.{name} of {old!r} is left out: {name_key(path, source)} is {value!r}")
                 self._forget((*path[:-1], name))

@@ -189,7 +189,7 @@ TASKSET_FACTORY = "prime_rl.envs.tasksets:load_environment"
 class EnvConfig(BaseConfig):
     """One environment and its worker processes."""
 
-    dependents: ClassVar[Mapping[str, tuple[str, ...]]] = {"id": ("args",)}
+    dependents: ClassVar[Mapping[str, tuple[str, ...]]] = {"id": ("args", "name")}
 
     id: str = "reverse-text"
     """Package (reverse-text, org/reverse-text), ./path.py, or module:factory in plain Python or verifiers."""
@@ -198,7 +198,7 @@ class EnvConfig(BaseConfig):
     """Keyword arguments of its load_environment; {} removes those of a file, and so does another id."""
 
     name: str | None = None
-    """Name in metrics; unset: the id."""
+    """Name in metrics; unset: the id, also where another id replaces that of a file."""
 
     command: list[FreeText] | None = Field(default=None, min_length=1)
     """Program that runs each rollout: it reads the task on standard input and uses the model through the OpenAI or

@@ -47,7 +47,7 @@ class BaseConfig(BaseModel):
     """For the class of a command: the dotted keys that `--help` shows; none: all."""
 
     dependents: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Key -> keys that belong to its value: those of lower layers are removed when it changes."""
+    """Key -> keys of its value: those of lower layers are removed when it changes, texts only if they repeat it."""
 
     @cached_property
     def provenance(self) -> Provenance:

@@ -458,6 +458,17 @@ def test_another_environment_id_drops_the_arguments_of_the_old(tmp_path: Path) -
     assert parse(**variables).orchestrator.env[0].args == {"n": 4}
 
 
+def test_another_environment_id_drops_a_name_that_repeats_it(tmp_path: Path) -> None:
+    """As in `configs/eval.toml`, which has every key."""
+    file = write(tmp_path / "rl.toml", '[[orchestrator.env]]\nname = "old"\nid = "old"\n')
+    assert parse("@", file, "--orchestrator.env.0.id", "new").orchestrator.env[0].name == "new"
+    assert parse("@", file, "--orchestrator.env.0.id", "old").orchestrator.env[0].name == "old"
+    given = parse("@", file, "--orchestrator.env.0.id", "new", "--orchestrator.env.0.name", "old")
+    assert given.orchestrator.env[0].name == "old" and given.notes
+    file = write(tmp_path / "rl.toml", '[[orchestrator.env]]\nname = "letters"\nid = "old"\n')
+    assert parse("@", file, "--orchestrator.env.0.id", "new").orchestrator.env[0].name == "letters"
+
+
 def test_arguments_of_an_environment_can_be_cleared(tmp_path: Path) -> None:
     file = write(tmp_path / "rl.toml", '[[orchestrator.env]]\nid = "old"\nargs = { n = 1, m = 2 }\n')
     config = parse("@", file, "--orchestrator.env.0.args", "{}")
