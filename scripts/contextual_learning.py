@@ -158,8 +158,8 @@ def format_report(results: Mapping[str, Any], model: str) -> str:
         if None in stages:
             break
         search, distillation, after = stages
-        env = next(key.split("/")[1] for key in distillation if key.endswith("/baseline_teacher/avg"))
-        teacher = distillation[f"eval/{env}/baseline_teacher/avg"]
+        key = next(key for key in distillation if key.endswith("/baseline_teacher/avg"))
+        env, teacher = key.removeprefix("eval/").removesuffix("/baseline_teacher/avg"), distillation[key]
         closed = distillation.get(f"distill/{env}/gap_closed")
         interval = [distillation.get(f"distill/{env}/gap_closed/{end}", 0.0) for end in ("ci_low", "ci_high")]
         retained = [value for key, value in distillation.items() if key.endswith("/retention")]

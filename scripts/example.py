@@ -243,7 +243,8 @@ def render_distillation(result: Result) -> dict[str, str]:
     curves = result["curves"].get("rl", {})
     cells = {}
     for name in fnmatch.filter(curves, "distill/*/student/avg"):
-        env, (first, last) = name.split("/")[1], (curves[name][0][1], curves[name][-1][1])
+        env = name.removeprefix("distill/").removesuffix("/student/avg")  # may be a path
+        first, last = curves[name][0][1], curves[name][-1][1]
         cells[f"{env}, before and after"] = f"{first:.2f}, {last:.2f}"
         if gap := curves.get(f"distill/{env}/gap_closed"):
             low, high = (curves[f"distill/{env}/gap_closed/{end}"][-1][1] for end in ("ci_low", "ci_high"))

@@ -63,8 +63,8 @@ class FakeStages:
             (out / "weights" / "step_3" / "STABLE").touch()
             if self.is_adapter:
                 (out / "weights" / "step_3" / "adapter_config.json").touch()
-            metrics = {"eval/facts/baseline_teacher/avg": 0.9, "distill/facts/gap_closed": 0.8 + number / 100}
-            metrics |= {"distill/facts/gap_closed/ci_low": 0.7, "distill/facts/gap_closed/ci_high": 1.0}
+            metrics = {"eval/./facts.py/baseline_teacher/avg": 0.9, "distill/./facts.py/gap_closed": 0.8 + number / 100}
+            metrics |= {"distill/./facts.py/gap_closed/ci_low": 0.7, "distill/./facts.py/gap_closed/ci_high": 1.0}
             write(out / "metrics.jsonl", {"step": 0, **metrics, "distill/other/retention": 0.95})
         else:
             mean = self.scores[number - 1]

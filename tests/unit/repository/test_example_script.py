@@ -83,16 +83,23 @@ def test_distillations_show_gap_and_retention(tmp_path: Path) -> None:
     result = json.loads((directory / "untouched" / "result.json").read_text()) | {"scores": {}, "curves": {}}
     (directory / "untouched" / "result.json").write_text(json.dumps(result))
     (directory / "seed_0").mkdir()
-    last = {"town/student/avg": 0.75, "town/teacher_context/avg": 0.875, "world/student/avg": 0.5}
-    last |= {"town/gap_closed": 0.86, "town/gap_closed/ci_low": 0.7, "town/gap_closed/ci_high": 1.0}
+    last = {"./town.py/student/avg": 0.75, "./town.py/teacher_context/avg": 0.875, "world/student/avg": 0.5}
+    last |= {"./town.py/gap_closed": 0.86, "./town.py/gap_closed/ci_low": 0.7, "./town.py/gap_closed/ci_high": 1.0}
     last |= {"world/retention": 0.95}
     curves = {f"distill/{name}": [[0, 0.0], [8, value]] for name, value in last.items()}
     (directory / "seed_0" / "result.json").write_text(json.dumps(result | {"curves": {"rl": curves}}))
     run_script("examples/smollm2/distill", "--output-dir", str(tmp_path))
     page = (directory / "results.md").read_text()
     cells = "0.00, 0.75 | 0.88 | 0.86 (0.70 to 1.00) | 0.00, 0.50 | 0.95 | 2.0"
-    assert "town, before and after | teacher | gap closed | world, before and after | world, retention" in page
+    assert "./town.py, before and after | teacher | gap closed | world, before and after | world, retention" in page
     assert cells in page
+
+
+def test_only_local_models_forbid_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    is_local = importlib.import_module("stages").is_local
+    assert is_local(str(tmp_path)) and is_local("tiny-qwen3")
+    assert not is_local("smollm2") and not is_local("HuggingFaceTB/SmolLM2-360M-Instruct")
 
 
 @pytest.mark.parametrize(
