@@ -22,10 +22,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
-from stages import ROOT, Stages, newest_weights, next_directory, read_summaries, shown
+from stages import ROOT, Stages, is_local, newest_weights, next_directory, read_summaries, shown
 
 from prime_rl.evolve.evolve import SOLVED
-from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.machine import find_free_port
 from prime_rl.runtime.process import ChildFailed
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
@@ -215,7 +214,7 @@ def main() -> int:
     trainer = tomllib.loads((arguments.folder / "rl.toml").read_text()).get("trainer", {})
     has_adapter = "lora" in trainer.get("model", {})
     num_stages = (3 + has_adapter) * arguments.rounds + 1
-    stages = Stages(Console(highlight=False), output_dir, num_stages, offline=arguments.model not in KNOWN_MODELS)
+    stages = Stages(Console(highlight=False), output_dir, num_stages, offline=is_local(model))
     loop = Loop(arguments.folder, output_dir, model, arguments.rounds, arguments.seed, stages)
     code = stages.attempt(loop.run)
     if code == 0:

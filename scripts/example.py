@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
-from stages import ROOT, Stages, newest_weights, read_summaries, shown
+from stages import ROOT, Stages, is_local, newest_weights, read_summaries, shown
 
 from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.machine import find_free_port
@@ -67,8 +67,8 @@ class Example:
         return (self.folder / "eval.toml").is_file()
 
     def begin(self, directory: Path, num_stages: int) -> Stages:
-        """Stages that write below a directory; known models are downloaded by the first command that needs them."""
-        return Stages(self.console, directory, num_stages, offline=self.model not in KNOWN_MODELS)
+        """Stages below a directory; models of the hub are downloaded by the first command that needs them."""
+        return Stages(self.console, directory, num_stages, offline=is_local(self.model))
 
     def evaluate(self, stages: Stages, title: str, model: str, output_dir: Path, seed: int) -> dict[str, Any]:
         """Evaluate a model on the held-out examples; returns the summary of each environment."""

@@ -36,6 +36,7 @@ ENVIRONMENT_VARIABLES = {
 
 sys.path.insert(0, str(ROOT / "src"))
 from prime_rl.runtime.process import ChildFailed, Supervisor  # noqa: E402
+from prime_rl.runtime.tokenizer import ASSETS_DIR  # noqa: E402
 from rollouts.training.steps import latest_step, step_path  # noqa: E402
 
 
@@ -64,7 +65,7 @@ class Stages:
     output_dir: Path
     num_stages: int
     offline: bool = True
-    """Do not contact the model hub."""
+    """Do not contact the model hub, unless HF_HUB_OFFLINE is set."""
     memory: Memory = field(default_factory=Memory)
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: float = 0.0
@@ -77,9 +78,9 @@ class Stages:
         self.console.rule(f"[bold]{len(self.seconds) + 1}/{self.num_stages}  {title}", align="left")
         self.console.print(f"$ {shown_command} {shlex.join(options)}\n", highlight=False, soft_wrap=True)
         started, cpu_started = time.monotonic(), read_cpu_seconds()
-        environment = ENVIRONMENT_VARIABLES | ({"HF_HUB_OFFLINE": "1"} if self.offline else {})
+        offline = {"HF_HUB_OFFLINE": "1"} if self.offline and "HF_HUB_OFFLINE" not in os.environ else {}
         with Supervisor(self.output_dir / "logs", sys.stdout, thin_out, grace_s=30) as stage:
-            stage.start(name, [sys.executable, *argv, *options], env=environment)
+            stage.start(name, [sys.executable, *argv, *options], env=ENVIRONMENT_VARIABLES | offline)
             for _ in stage.poll([name]):
                 self.memory.sample(stage.find_pids)
         self.seconds[title] = time.monotonic() - started
@@ -98,6 +99,11 @@ class Stages:
             self.console.print("\nstopped")
             return 130
         return 0
+
+
+def is_local(model: str) -> bool:
+    """Whether a model is a path or shipped, so that nothing has to be downloaded for it."""
+    return Path(model).expanduser().exists() or (ASSETS_DIR / model).is_dir()
 
 
 def thin_out(command: str, line: str) -> str | None:
