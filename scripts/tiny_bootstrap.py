@@ -1,7 +1,7 @@
 """Trains a tokenizer and a tiny fine-tuned model from scratch on a CPU in minutes, as a starting point for RL.
 
 python -m scripts.tiny_bootstrap                 # d2, generated problems of one family of the easiest tier
-python -m scripts.tiny_bootstrap --depth=4 --difficulty=1 --templates=None --num_steps=3000
+NANOCHAT_BASE_DIR=d4 python -m scripts.tiny_bootstrap --depth=4 --difficulty=1 --templates=None --num_steps=3000
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from prime_rl.utils.pydantic_config import BaseConfig
 
 if TYPE_CHECKING:
     from nanochat.gpt import GPT
+    from nanochat.tokenizer import NanochatTokenizer
 
 
 class TinyBootstrapConfig(BaseConfig):
@@ -66,7 +67,10 @@ class TinyBootstrapConfig(BaseConfig):
 
 
 def bootstrap(config: TinyBootstrapConfig) -> None:
-    """Train the tokenizer, then the model, and write both to the base directory."""
+    """Train the tokenizer, then the model, and write both to the base directory.
+
+    `ValueError` if that has models with another tokenizer.
+    """
     import torch
 
     from nanochat.checkpoint_manager import DIGEST_KEY, save_checkpoint
@@ -81,7 +85,8 @@ def bootstrap(config: TinyBootstrapConfig) -> None:
     conversations = build_conversations(config)
     texts = [str(message["content"]) for messages in conversations for message in messages]
     tokenizer = NanochatTokenizer.train(texts, config.vocab_size)
-    tokenizer.save(get_base_dir() / "tokenizer")
+    tag = config.model_tag or f"d{config.depth}"
+    check_other_models(tag, tokenizer)
     samples = render_samples(tokenizer, conversations, config.sequence_len)
     print(f"tokenizer: {tokenizer.get_vocab_size()} tokens, an example has {_mean_length(samples):.0f}")
 
@@ -113,18 +118,43 @@ def bootstrap(config: TinyBootstrapConfig) -> None:
         learned = learner.learn(order.sample(samples, min(config.batch_size, len(samples))))
         if step % 50 == 0 or step == config.num_steps:
             print(f"step {step}/{config.num_steps}  loss {learned.stats['loss/mean']:.3f}", flush=True)
-    tag = config.model_tag or f"d{config.depth}"
-    archive_checkpoints(tag)
+    archive_checkpoints(tag, tokenizer)
+    tokenizer.save(get_base_dir() / "tokenizer")
     metadata = {"user_config": config.model_dump(), DIGEST_KEY: tokenizer.digest}
     path = save_checkpoint("sft", tag, config.num_steps, model, metadata, flat=True)
     print(f"wrote {path} in {time.process_time() - began:.0f} CPU seconds")
     print("next: python -m scripts.prime_rl_train @ examples/nanochat/tiny/prime_rl.toml")
 
 
-def archive_checkpoints(tag: str) -> None:
-    """Move earlier checkpoints of a tag to `attempts/N`: their tokenizer is replaced, and the last step is loaded."""
+def replaces_tokenizer(tokenizer: NanochatTokenizer) -> bool:
+    """Whether the base directory has another tokenizer."""
+    from nanochat.common import get_base_dir
+    from nanochat.tokenizer import find_tokenizers, get_tokenizer
+
+    return bool(find_tokenizers(get_base_dir())) and get_tokenizer().digest != tokenizer.digest
+
+
+def check_other_models(tag: str, tokenizer: NanochatTokenizer) -> None:
+    """`ValueError` if a tokenizer would be replaced that other models than `tag` use, or a published one."""
+    from nanochat.checkpoint_manager import list_models
+    from nanochat.common import get_base_dir
+    from nanochat.tokenizer import PUBLISHED_FILE, find_tokenizers
+
+    base = get_base_dir()
+    published = [path for path in find_tokenizers(base) if path.name == PUBLISHED_FILE]
+    needed = [*(path for source, path in list_models() if (source, path.name) != ("sft", tag)), *published]
+    if needed and replaces_tokenizer(tokenizer):
+        raise ValueError(
+            f"{base} has one tokenizer for all models, and {needed[0].relative_to(base)} needs another one: set "
+            "NANOCHAT_BASE_DIR to a new directory"
+        )
+
+
+def archive_checkpoints(tag: str, tokenizer: NanochatTokenizer) -> None:
+    """Move earlier checkpoints of a tag to `attempts/N`, with a tokenizer that is replaced: the last step is loaded."""
     from nanochat.checkpoint_manager import SOURCES, list_checkpoints
     from nanochat.common import get_base_dir
+    from nanochat.tokenizer import find_tokenizers
     from prime_rl.runtime.run_dir import RunDir
 
     root = get_base_dir() / SOURCES["sft"] / tag
@@ -132,6 +162,8 @@ def archive_checkpoints(tag: str) -> None:
     flat = [path for place in places if place.directory == root for path in (place.model_path, place.meta_path)]
     folder = RunDir(root).archive([*flat, *(place.directory for place in places if place.directory != root)])
     if folder is not None:
+        for path in find_tokenizers(get_base_dir()) if replaces_tokenizer(tokenizer) else ():
+            path.rename(folder / path.name)
         print(f"note: checkpoints of an earlier model moved to {folder}")
 
 

@@ -197,6 +197,12 @@ def _tags(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("*") if path.is_dir() and list_checkpoints(path))
 
 
+def list_models() -> list[tuple[str, Path]]:
+    """Source and directory of every tag with a checkpoint."""
+    roots = {source: get_base_dir() / name for source, name in SOURCES.items()}
+    return [(source, root / tag) for source, root in roots.items() for tag in _tags(root)]
+
+
 def _deepest_tag(root: Path) -> str | None:
     """The largest d<N>, else the newest directory."""
     tags = _tags(root)

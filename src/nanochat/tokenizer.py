@@ -193,6 +193,11 @@ CHAT_TEMPLATE = """\
 """Jinja template equivalent to `render_conversation` for plain texts."""
 
 
+def find_tokenizers(base_dir: Path) -> list[Path]:
+    """Files of the tokenizer of a base directory; the first is loaded."""
+    return [*filter(Path.is_file, (base_dir / "tokenizer" / name for name in (TOKENIZER_FILE, PUBLISHED_FILE)))]
+
+
 def get_tokenizer(base_dir: Path | None = None) -> NanochatTokenizer:
     """The tokenizer of the base directory."""
     return NanochatTokenizer.load((base_dir or get_base_dir()) / "tokenizer")

@@ -351,7 +351,23 @@ def test_a_new_bootstrap_archives_the_earlier_model(base_dir: Path, one_thread: 
     bootstrap(TinyBootstrapConfig(depth=1, num_steps=1, num_examples=8, batch_size=2, device="cpu"))
     assert load_model("sft", "cpu")[2]["step"] == 1
     kept = {path.name for path in (root / "attempts" / "1").iterdir()}
-    assert kept == {"model_000500.pt", "meta_000500.json", "step_700"}
+    assert kept == {"model_000500.pt", "meta_000500.json", "step_700", "tokenizer.json"}
+
+
+@pytest.mark.parametrize(("source", "tag"), [("sft", "a"), ("prime_rl", "d1"), ("base", "d20")])
+def test_a_bootstrap_keeps_the_tokenizer_of_other_models(
+    source: str, tag: str, base_dir: Path, tokenizer: NanochatTokenizer
+) -> None:
+    save_checkpoint(source, tag, 1, make_model(GPTConfig(8, tokenizer.get_vocab_size(), 1, 1, 1, 8)), {})
+    with pytest.raises(ValueError, match=rf"checkpoints/{tag} needs another one: set NANOCHAT_BASE_DIR"):
+        bootstrap(TinyBootstrapConfig(depth=1, num_steps=1, num_examples=8, batch_size=2, device="cpu"))
+    assert load_model(source, "cpu", model_tag=tag)[1].digest == tokenizer.digest
+
+
+def test_a_bootstrap_keeps_a_published_tokenizer(base_dir: Path, tokenizer: NanochatTokenizer) -> None:
+    (base_dir / "tokenizer" / "tokenizer.pkl").touch()
+    with pytest.raises(ValueError, match=r"tokenizer\.pkl needs another one: set NANOCHAT_BASE_DIR"):
+        bootstrap(TinyBootstrapConfig(depth=1, num_steps=1, num_examples=8, batch_size=2, device="cpu"))
 
 
 def test_tokens_begin_by_attending_to_their_like() -> None:
