@@ -110,7 +110,8 @@ class RunLogger:
         if evaluation:
             pass_at_k = {int(k[5:]): v for k, v in evaluation.items() if k.startswith("pass@")}
             others = {k: v for k, v in evaluation.items() if not k.startswith("pass@")}
-            tracker.log_evaluation(step, others.pop("accuracy"), pass_at_k, **others)
+            tracker.log_evaluation(step, others.pop("accuracy"), pass_at_k)
+            tracker.log_metrics(step, {f"eval/{k}": v for k, v in others.items()})  # named by the environment
         for run in self.runs:
             log_prime_rl_metrics_to_wandb(run, step, tracker, create_visualizations=self.is_drawn(step) and step > 0)
         if step % config.log_every == 0 or step == self.trainer.num_steps or evaluation:

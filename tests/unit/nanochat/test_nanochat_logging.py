@@ -354,6 +354,16 @@ def test_report_to_decides_about_wandb(
     assert bool(wandb.asked) == is_opened
 
 
+def test_metrics_of_an_environment_may_have_any_name(no_account: None) -> None:
+    config = parse_arguments(["--run=dummy", "--max_steps=9"], 1, {}).config
+    optimizer = SimpleNamespace(param_groups=[])
+    logger = RunLogger(SimpleNamespace(config=config, num_steps=9, ranks=Ranks(), optimizer=optimizer))  # type: ignore[arg-type]
+    logger.runs = [OfflineWandbRun(Path(), "x")]
+    names = ("accuracy", "step", "self", "pass_at_k")
+    logger.log(1, {f"eval/{name}": float(n) for n, name in enumerate(names)})
+    assert [logger.tracker.steps[1].metrics[f"eval/{name}"] for name in names] == [0, 1, 2, 3]
+
+
 # .env and configurations --------------------------------------------------------------------------------------------
 
 
