@@ -14,6 +14,7 @@ from pydantic import Field
 from nanochat.env_file import ENV_FILE, read_env_file
 from prime_rl.configuration.errors import COMMAND_LINE
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigError, parse_argv
+from rollouts.training.environments import find_parameters
 from rollouts.training.objectives import PRESETS, AdvantageChoice, Objective
 
 PROG = "prime_rl_train"
@@ -240,10 +241,19 @@ class Resolved:
 
     @property
     def env_args(self) -> dict[str, Any]:
-        """Arguments for the environment; numbers of questions and seed only for our environment or if given."""
+        """Arguments for the environment; numbers of questions and seed only for our environment or if given.
+
+        A seed, and 0 held-out questions, have an effect of their own, so other environments need not take them.
+        """
         config = self.config
         known = {name: getattr(config, name) for name in ("num_train_examples", "num_eval_examples", "seed")}
-        return {**config.env.args, **{k: v for k, v in known.items() if self.is_own_env or k in self.sources}}
+        if not self.is_own_env:
+            known = {name: value for name, value in known.items() if name in self.sources}
+            taken = find_parameters(config.env_id)
+            for name in () if taken is None or taken.takes_any else known.keys() - set(taken.names):
+                if name == "seed" or known[name] == 0:
+                    del known[name]
+        return {**config.env.args, **known}
 
     @property
     def is_own_env(self) -> bool:

@@ -156,6 +156,19 @@ def test_sample_counts_are_passed_to_the_environment() -> None:
     assert parse("--env_id=other", "--env.args", "n=1").env_args == {"n": 1}
 
 
+def test_seed_and_counts_are_passed_where_they_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def load_environment(n=1, *, seed=0): ...\ndef load_any(**options): ...\ndef load_none(): ...\n"
+    )
+    given = ("--seed=3", "--num_eval_examples=0")
+    assert parse("--env_id=./own.py", *given).env_args == {"seed": 3}
+    assert parse("--env_id=./own.py:load_any", *given).env_args == {"seed": 3, "num_eval_examples": 0}
+    assert parse("--env_id=./own.py:load_none", *given).env_args == {}
+    assert parse("--env_id=./own.py:load_none", "--num_eval_examples=9").env_args == {"num_eval_examples": 9}, "refused"
+    (tmp_path / "f.toml").write_text("[env]\nid = './own.py'\n[env.args]\nnum_eval_examples = 5\n")
+    assert parse("f.toml").env_args == {"num_eval_examples": 5}, "refused, too"
+
+
 def test_a_run_without_held_out_questions_has_no_evaluation() -> None:
     assert parse().has_evaluation and parse("--env_id=other", "--env.args", "eval_split=None").has_evaluation
     assert not parse("--num_eval_examples=0").has_evaluation

@@ -84,6 +84,16 @@ def _check_version(env_id: str, name: str, version: str) -> None:
         )
 
 
+def find_parameters(env_id: str) -> Parameters | None:
+    """Parameters of an environment's factory, without imports; None if they or the environment are unknown."""
+    try:
+        source = find_environment(env_id)
+        tree = None if source.file is None else ast.parse(source.file.read_bytes(), str(source.file))
+    except (ValueError, SyntaxError, OSError):
+        return None
+    return None if tree is None else _read_parameters(tree, source.factory)
+
+
 def check_environment(
     env_id: str, args: dict[str, Any] | None = None, *, search_dirs: Sequence[Path] | None = None
 ) -> EnvSource:
