@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prime_rl.config import RLConfig
 
 GROUP_SIZE = 8
-"""Rollouts per prompt without a file: a group of one, the default of `rl`, has no advantage."""
+"""Rollouts per prompt unless they are set: a group of one, the default of `rl`, has no advantage."""
 GUARD = 'put the call of train below `if __name__ == "__main__":`'
 
 
@@ -52,8 +52,8 @@ def train(
     environment (`load_environment`); worker processes import it, so a script calls `train` below
     `if __name__ == "__main__":`. `files` are TOML files as after `@`; `settings` are further keys by their dotted names
     and win over everything else: `{"orchestrator.batch_size": 64}`. A group has 8 rollouts unless a file or a setting
-    says otherwise. Starts the processes of `rl`; call it in the main thread. Raises
-    `ValueError` for invalid input and `RuntimeError` if the run fails.
+    sets another number, or a file has a teacher, whose scores need no group. Starts the processes of `rl`; call it in
+    the main thread. Raises `ValueError` for invalid input and `RuntimeError` if the run fails.
     """
     from prime_rl.config import RLConfig
     from prime_rl.rl import rl
@@ -61,15 +61,19 @@ def train(
 
     if TOKEN_VARIABLE in os.environ:
         raise ValueError(f"train was called again while a worker process imported this module: {GUARD}")
+    group = {"orchestrator.rollouts_per_example": GROUP_SIZE}
     arguments = {
         "model.name": str(model),
         "max_steps": steps,
         "orchestrator.env.0.id": environment if isinstance(environment, str) else find_id(environment),
         **({} if output_dir is None else {"output_dir": str(output_dir)}),
-        **({} if files else {"orchestrator.rollouts_per_example": GROUP_SIZE}),
+        **({} if files else group),
         **(settings or {}),
     }
-    config = parse_settings(RLConfig, arguments, "train", [str(file) for file in files])
+    names = [str(file) for file in files]
+    config = parse_settings(RLConfig, arguments, "train", names)
+    if not config.provenance.keys() & group.keys() and config.orchestrator.teacher_model is None:
+        config = parse_settings(RLConfig, arguments | group, "train", names)
     for line in config.notes:
         sys.stderr.write(f"{line}\n")
     with _without_settings():

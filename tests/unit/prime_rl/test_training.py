@@ -57,7 +57,22 @@ def test_files_and_settings_override_in_order(started: list[RLConfig], tmp_path:
     train("tiny-qwen3", "reverse-text", 3, files=[file], settings={"seed": 2})
     [config] = started
     assert (config.seed, config.max_steps, config.orchestrator.batch_size) == (2, 3, 32)
-    assert config.orchestrator.rollouts_per_example == 1 and config.output_dir == tmp_path / "out"
+    assert config.output_dir == tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("lines", "number"),
+    [
+        ("", 8),
+        ("rollouts_per_example = 1", 1),
+        ("teacher_model = {context = 'x'}", 1),
+        ("teacher_model = {context = 'x'}\nrollouts_per_example = 2", 2),
+    ],
+)
+def test_a_file_leaves_groups_on(lines: str, number: int, started: list[RLConfig], tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text(f"[orchestrator]\nbatch_size = 32\n{lines}\n")
+    train("tiny-qwen3", "reverse-text", 3, files=[tmp_path / "rl.toml"], output_dir=tmp_path)
+    assert started[0].orchestrator.rollouts_per_example == number
 
 
 def test_settings_may_name_arguments_before_the_environment(started: list[RLConfig], tmp_path: Path) -> None:
