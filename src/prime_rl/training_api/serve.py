@@ -212,8 +212,8 @@ def serve(config: ServeConfig) -> int:
     logger.info(f"Show its tenants, queues and tokens: monitor {config.output_dir} --serve")
     with StateRecorder(config.output_dir, "serve"):
         run_app(settings, listener, service.engine)
-    if service.error is not None:
-        raise RuntimeError(f"The server failed: {service.error}") from service.error
+        if service.error is not None:
+            raise RuntimeError(f"The server failed: {service.error}") from service.error
     return 0
 
 

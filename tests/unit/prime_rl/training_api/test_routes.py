@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from starlette.testclient import TestClient
 from training_requests import PROTO, TOKENS, Server, build_pass
 
 from prime_rl.inference.server import bind
+from prime_rl.runtime.machine import find_free_port
+from prime_rl.runtime.run_state import read_run_state
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.training_api import routes
 from prime_rl.training_api.config import LimitsConfig, ServeConfig, ServedModelConfig
@@ -343,6 +346,17 @@ def test_a_used_port_is_reported_by_its_key(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"Cannot bind port {port} on .*choose another --port"):
             serve(ServeConfig(port=port, output_dir=tmp_path))
+
+
+def test_a_failed_server_is_recorded_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = SimpleNamespace(engine=None, error=OSError("disk full"))
+    monkeypatch.setattr("prime_rl.training_api.serve.build_service", lambda config: failed)
+    monkeypatch.setattr("prime_rl.training_api.serve.build_app", lambda service: None)
+    monkeypatch.setattr("prime_rl.inference.server.run_app", lambda settings, listener, engine: listener.close())
+    with pytest.raises(RuntimeError, match="The server failed: disk full"):
+        serve(ServeConfig(port=find_free_port(), output_dir=tmp_path))
+    state = read_run_state(tmp_path)
+    assert state is not None and state.status == "failed"
 
 
 def test_hostile_requests_get_clear_errors(server: Server) -> None:
