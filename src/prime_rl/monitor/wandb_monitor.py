@@ -253,15 +253,11 @@ def list_all(options: argparse.Namespace) -> None:
     local = local_runs.find_runs(options.runs_dir)[: options.num_runs]
     print_text(f"{options.runs_dir}: {len(local) or 'no'} runs")
     for run in local:
-        series = local_runs.load_series(run)
-        kind = find_kind(series, run.tables(), bool(run.evaluations()))
-        progress = ("teacher KL", "teacher_kl/mean") if kind.kind is Kind.DISTILLATION else ("reward", "reward/mean")
-        facts = [
-            f"{name} {series[key][-1][1]:.4g}" for name, key in (("loss", "loss/mean"), progress) if series.get(key)
-        ]
-        status = find_status(run)
-        at = "" if status.state == "stopped" else f"  step {status.step}"  # its text has the step
-        print_text(f"  {run.name}  {status.text}{at}  {'  '.join(facts)}".rstrip())
+        try:
+            text = describe_run(run)
+        except OSError as error:
+            text = f"cannot be read ({error.strerror or error})"
+        print_text(f"  {run.name}  {text}")
     if not (wandb_runs.has_key() or options.project or options.entity):
         print_text("W&B: set WANDB_API_KEY to list its runs")
         return
@@ -270,6 +266,17 @@ def list_all(options: argparse.Namespace) -> None:
     print_text(f"W&B {project}: {len(rows) or 'no'} runs")
     for row in rows:
         print_text("  " + "  ".join(row))
+
+
+def describe_run(run: local_runs.LocalRun) -> str:
+    """State, step, last loss and last reward or teacher KL of a run."""
+    series = local_runs.load_series(run)
+    kind = find_kind(series, run.tables(), bool(run.evaluations()))
+    progress = ("teacher KL", "teacher_kl/mean") if kind.kind is Kind.DISTILLATION else ("reward", "reward/mean")
+    facts = [f"{name} {series[key][-1][1]:.4g}" for name, key in (("loss", "loss/mean"), progress) if series.get(key)]
+    status = find_status(run)
+    at = "" if status.state == "stopped" else f"  step {status.step}"  # its text has the step
+    return f"{status.text}{at}  {'  '.join(facts)}".rstrip()
 
 
 def print_text(text: str) -> None:

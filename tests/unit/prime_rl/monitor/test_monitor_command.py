@@ -215,6 +215,14 @@ def test_failed_samples_show_answer_and_reward_functions() -> None:
     assert "[rewards]" not in sample_text(row, show_reward=False)
 
 
+def test_list_goes_on_after_a_run_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad" / "metrics.jsonl").mkdir(parents=True)
+    write_run(tmp_path / "good", 3)
+    os.utime(tmp_path / "good" / "metrics.jsonl", (1.0, 1.0))  # the older one is shown last
+    code, out, _ = call(capsys, "--list", "--runs-dir", tmp_path)
+    assert code == 0 and "bad  cannot be read (Is a directory)\n" in out and "good  finished" in out
+
+
 def test_list_shows_local_runs_the_newest_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
