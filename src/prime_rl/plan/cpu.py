@@ -109,7 +109,10 @@ def find_shortest(run: Callable[[], object]) -> float:
 
 
 def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> CpuEstimate:
-    """Estimate one step; a group's prompt is computed once, in engine and trainer."""
+    """Estimate one step; a group's prompt is computed once, in engine and trainer.
+
+    Without `inference`, the engine is on another machine: only training is estimated.
+    """
     rollouts, completion = config.orchestrator.batch_size, float(config.completion_tokens)
     prompts = rollouts / config.orchestrator.rollouts_per_example * config.prompt_tokens
     tokens = rollouts * completion + prompts
@@ -134,13 +137,16 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     held = shape.parameters + (shape.head_parameters if shape.tied else 0)  # the head is packed beside the embedding
     if config.weight_broadcast.type != "filesystem" or config.weight_broadcast.delta:
         held += shape.parameters  # the new weights, in memory until they are packed
+    engine = 4.0 * held + min(cached, machine.memory / 4) + RUNTIME
+    if config.inference is None:
+        generation = update = engine = 0.0
     return CpuEstimate(
         training=training,
         generation=generation,
         weight_update=update,
         overlaps=config.max_async_level > 0 and machine.cores > 1,
         trainer_bytes=(fixed + 4.0 * at_once) * trained + 4.0 * frozen + at_once * (kept + LOGITS) + RUNTIME,
-        engine_bytes=4.0 * held + min(cached, machine.memory / 4) + RUNTIME,
+        engine_bytes=engine,
         memory=machine.memory,
     )
 
@@ -153,14 +159,16 @@ def describe_cpu(config: PlanConfig, shape: ModelShape, machine: Machine, estima
         f"{machine.flops / 1e9:.0f} GFLOP/s and {machine.bandwidth / 1e9:.0f} GB/s"
     )
     yield ""
-    verdict = "fits" if estimate.fits else "TOO MUCH"
+    verdict, has_engine = "fits" if estimate.fits else "TOO MUCH", config.inference is not None
+    engine = f", engine {estimate.engine_bytes / GiB:.1f}" if has_engine else ""
     yield (
         f"memory              {verdict}: {estimate.total_bytes / GiB:.1f} of {estimate.memory / GiB:.0f} GiB "
-        f"(trainer {estimate.trainer_bytes / GiB:.1f}, engine {estimate.engine_bytes / GiB:.1f})"
+        f"(trainer {estimate.trainer_bytes / GiB:.1f}{engine})"
     )
     yield f"train a batch       {estimate.training:8.1f} s"
-    yield f"generate a batch    {estimate.generation:8.1f} s   {'overlapped' if estimate.overlaps else ''}".rstrip()
-    yield f"update weights      {estimate.weight_update:8.1f} s"
+    if has_engine:
+        yield f"generate a batch    {estimate.generation:8.1f} s   {'overlapped' if estimate.overlaps else ''}".rstrip()
+        yield f"update weights      {estimate.weight_update:8.1f} s"
     yield f"a step              {estimate.seconds:8.1f} s"
     if config.max_steps is not None:
         total = config.max_steps * estimate.seconds + STARTUP_S
@@ -171,6 +179,8 @@ def describe_cpu(config: PlanConfig, shape: ModelShape, machine: Machine, estima
         yield f"- prompts of {config.prompt_tokens} tokens are assumed: set workload.prompt_tokens"
     if workload.completion_tokens is None:
         yield f"- completions of {config.completion_tokens} tokens are assumed: set workload.completion_tokens"
+    if not has_engine:
+        yield "- generation is not estimated: inference is off, so the engine is on another machine"
     yield "- times are those of idle cores, often within a factor of two"
     if not estimate.fits:
         yield "- lower trainer.micro_bs or seq_len, set [trainer.model.ac], or train an adapter: [trainer.model.lora]"

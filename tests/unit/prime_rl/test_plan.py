@@ -369,6 +369,16 @@ def test_cpu_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         assert word in out
 
 
+def test_cpu_report_without_an_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse(f"{SMALL_RUN} --cluster.gpu cpu --no-inference")
+    estimate = estimate_cpu(config, KNOWN["Qwen/Qwen3-0.6B"], MACHINE)
+    assert estimate.seconds == estimate.training and estimate.engine_bytes == 0
+    monkeypatch.setattr("prime_rl.plan.cpu.measure_machine", lambda *_: MACHINE)
+    assert plan(config) == 0
+    out = capsys.readouterr().out
+    assert "generate a batch" not in out and "update weights" not in out and "engine 0" not in out
+
+
 def test_assumed_lengths_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("prime_rl.plan.cpu.measure_machine", lambda *_: MACHINE)
     plan(parse("--model.name Qwen/Qwen3-0.6B --cluster.gpu cpu --workload.prompt-tokens 9"))
