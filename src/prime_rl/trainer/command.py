@@ -46,7 +46,7 @@ def run_trainer(
 
         find_level(config.log.level)  # before the model is downloaded or loaded
         check_trackers(config)
-        if config.bench or int(os.environ.get("RANK", "0")):
+        if config.bench or is_submission(config) or int(os.environ.get("RANK", "0")):
             return train(config)
         is_open = prog == "sft" and config.open
         with offer_page(config.output_dir, is_open), StateRecorder(config.output_dir, prog):
@@ -58,10 +58,12 @@ def run_trainer(
         if not config.bench and int(os.environ.get("RANK", "0")) == 0:  # a benchmark has a directory of its own
             check_output_dir(config)
 
+    def is_submission(config: Any) -> bool:
+        return bool(prog == "sft" and config.deployment.type != "local")
+
     def find_lock(config: Any) -> str | None:
-        is_submission = prog == "sft" and config.deployment.type != "local"
         is_other_rank = int(os.environ.get("RANK", "0")) > 0
-        return None if is_submission or is_other_rank or config.bench else "trainer"
+        return None if is_submission(config) or is_other_rank or config.bench else "trainer"
 
     try:
         run_command(

@@ -13,6 +13,7 @@ import torch
 
 from prime_rl.launcher.output_dir import quarantine_corrupt_checkpoints
 from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.run_state import read_run_state
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.checkpointer import Checkpointer
 from prime_rl.trainer.ckpt import (
@@ -142,6 +143,17 @@ def test_refused_start_keeps_the_recorded_config(
     after = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert {path for path in after if path.name != ".lock-trainer"} == set(before)
     assert all(after[path] == content for path, content in before.items())
+
+
+@pytest.mark.parametrize(("options", "status"), [((), "finished"), (("--deployment.type", "slurm"), None)])
+def test_a_submitted_run_is_not_finished(
+    options: tuple[str, ...], status: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sft", "--output-dir", str(tmp_path), *options])
+    with pytest.raises(SystemExit) as caught:
+        run_trainer("sft", "prime_rl.trainer.config:SFTConfig", lambda _: 0, summary="Trains.")
+    state = read_run_state(tmp_path)
+    assert caught.value.code == 0 and (state and state.status) == status
 
 
 def test_a_new_run_keeps_the_checkpoints_of_another(tmp_path: Path) -> None:
