@@ -101,7 +101,9 @@ def build_single_node_layout(config: RLConfig, deployment: Cluster) -> tuple[Lay
         )
     # Steps that --clean removes are removed at submission where possible: a job that is queued again keeps its own.
     cleans = config.clean and isinstance(deployment, KubernetesDeployment)
-    local = config.model_copy(update={"deployment": LocalDeployment(), "clean": cleans})
+    # `rl` shortens the schedule itself: its file sets only given keys, and shortened ones would be fitted again.
+    trainer = config.trainer.model_copy(update={"scheduler": config.trainer.whole_scheduler})
+    local = config.model_copy(update={"deployment": LocalDeployment(), "clean": cleans, "trainer": trainer})
     task = Task("rl", "prime_rl.rl", "rl.toml", (0,), gpus=None, is_work=True)
     return Layout((Node("rl", deployment.gpus_per_node),), (task,)), {"rl": local}
 

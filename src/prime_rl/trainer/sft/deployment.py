@@ -18,5 +18,6 @@ def build_layout(config: SFTConfig) -> tuple[Layout, dict[str, BaseConfig]]:
     num_ranks = nodes.num_train_nodes * nodes.gpus_per_node or config.parallel.num_ranks
     config.parallel.resolve(num_ranks)
     task = build_rank_task("sft", "prime_rl.trainer.sft.train", "sft.toml", nodes, num_ranks)
-    local = config.model_copy(update={"deployment": LocalDeployment()})
+    # The task shortens the schedule itself: its file sets only given keys, and shortened ones would be fitted again.
+    local = config.model_copy(update={"deployment": LocalDeployment(), "scheduler": config.whole_scheduler})
     return Layout((Node("sft", nodes.gpus_per_node),) * nodes.num_train_nodes, (task,)), {"sft": local}

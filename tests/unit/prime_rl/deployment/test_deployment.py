@@ -165,6 +165,19 @@ def test_one_machine_runs_rl_whole_with_its_gpu_lists(kind: str, tmp_path: Path)
     assert "CUDA_VISIBLE_DEVICES" not in files["rl.sh"]
 
 
+@pytest.mark.parametrize("model", [RLConfig, SFTConfig])
+def test_a_job_shortens_the_schedule_once(model: type[BaseConfig], tmp_path: Path) -> None:
+    section = "trainer." if model is RLConfig else ""
+    argv = [f"--{section}scheduler.type=linear", f"--{section}scheduler.warmup-steps=100", "--max-steps=20"]
+    config = parse("slurm", *argv, model=model)
+    layout, configs = (cluster_layout.plan_cluster if model is RLConfig else lay_out_sft)(config)
+    files = build_files(layout, configs, config.deployment, Path("outputs"))
+    ((_, read),) = read_commands(layout, files, tmp_path).values()
+    submitted, started = (part.trainer if isinstance(part, RLConfig) else part for part in (config, read))
+    assert isinstance(submitted, TrainConfig | SFTConfig) and isinstance(started, TrainConfig | SFTConfig)
+    assert dict(submitted.scheduler)["warmup_steps"] == 18 and started.scheduler == submitted.scheduler
+
+
 def test_clean_is_refused_where_it_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kubernetes, "submit", lambda *_: "applied")
