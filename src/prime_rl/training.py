@@ -52,8 +52,9 @@ def train(
     environment (`load_environment`); worker processes import it, so a script calls `train` below
     `if __name__ == "__main__":`. `files` are TOML files as after `@`; `settings` are further keys by their dotted names
     and win over everything else: `{"orchestrator.batch_size": 64}`. A group has 8 rollouts unless a file or a setting
-    sets another number, or a file has a teacher, whose scores need no group. Starts the processes of `rl`; call it in
-    the main thread. Raises `ValueError` for invalid input and `RuntimeError` if the run fails.
+    sets another number, or a file has a teacher to learn from or an advantage without a group baseline, which need no
+    group. Starts the processes of `rl`; call it in the main thread. Raises `ValueError` for invalid input and
+    `RuntimeError` if the run fails.
     """
     from prime_rl.config import RLConfig
     from prime_rl.rl import rl
@@ -72,7 +73,8 @@ def train(
     }
     names = [str(file) for file in files]
     config = parse_settings(RLConfig, arguments, "train", names)
-    if not config.provenance.keys() & group.keys() and config.orchestrator.teacher_model is None:
+    needs_group = config.orchestrator.has_group_baseline and not config.trainer.loss.teacher_tau
+    if needs_group and not config.provenance.keys() & group.keys():
         config = parse_settings(RLConfig, arguments | group, "train", names)
     for line in config.notes:
         sys.stderr.write(f"{line}\n")

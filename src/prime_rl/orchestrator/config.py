@@ -556,6 +556,11 @@ class OrchestratorConfig(TrackersConfig):
         return run.weights if broadcast.type == "filesystem" and not broadcast.delta else run.broadcasts
 
     @property
+    def has_group_baseline(self) -> bool:
+        """Whether the advantage of a rollout depends on the others of its group."""
+        return self.advantage is not None and self.advantage.baseline not in ("none", "role")
+
+    @property
     def num_groups(self) -> int:
         """Groups per training step."""
         return self.batch_size // self.rollouts_per_example

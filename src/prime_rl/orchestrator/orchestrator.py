@@ -126,8 +126,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
     build_teacher(config)
     load_curriculum(config.buffer.curriculum)
     setup_logger("orchestrator", config.log, RunDir(config.output_dir).logs)
-    has_groups = config.advantage is not None and config.advantage.baseline not in ("none", "role")
-    if config.rollouts_per_example == 1 and has_groups:
+    if config.rollouts_per_example == 1 and config.has_group_baseline:
         logger.warning("rollouts_per_example = 1 has no group baseline: every advantage is 0")
     in_flight = count_slots(config) * config.rollouts_per_example
     in_flight = min(in_flight, config.max_concurrent or in_flight) + max_concurrent_rollouts(config)

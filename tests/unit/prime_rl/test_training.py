@@ -67,6 +67,9 @@ def test_files_and_settings_override_in_order(started: list[RLConfig], tmp_path:
         ("rollouts_per_example = 1", 1),
         ("teacher_model = {context = 'x'}", 1),
         ("teacher_model = {context = 'x'}\nrollouts_per_example = 2", 2),
+        ("[orchestrator.teacher_model]\n[trainer.loss]\nkl_coef = 0.1", 8),
+        ("[orchestrator.advantage]\nbaseline = 'role'", 1),
+        ("[trainer.critic]", 1),
     ],
 )
 def test_a_file_leaves_groups_on(lines: str, number: int, started: list[RLConfig], tmp_path: Path) -> None:
