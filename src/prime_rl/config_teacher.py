@@ -297,8 +297,10 @@ def _configure_server(tables: ConfigTables) -> None:
     )
     merged["server"]["port"] = port
     merged["name"] = "teacher_inference"
-    source = tables.source("teacher_inference") if tables.has("teacher_inference") else TEACHER
-    tables.set("teacher_inference", merged, source)
+    if tables.is_section("teacher_inference"):
+        tables.section("teacher_inference").update(merged)  # its source stays: it was given
+    else:
+        tables.set("teacher_inference", merged, TEACHER)
     tables.set(f"{TEACHER}.client.base_url", [build_url(host, port)], "teacher_inference.server")
 
 

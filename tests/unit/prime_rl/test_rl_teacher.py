@@ -44,7 +44,7 @@ def parse(*argv: str) -> RLConfig:
 
 def test_a_resolved_configuration_is_read_back(tmp_path: Path) -> None:
     config = parse(*CONTEXT, "--teacher_inference.max_batch_size", "9")
-    assert config.teacher_inference is not None
+    assert config.teacher_inference is not None and "given" not in config.provenance.values()
     write_config(config, tmp_path / "rl.toml")
     assert parse("@", str(tmp_path / "rl.toml")) == config
 
