@@ -50,6 +50,7 @@ class WeightRelay:
         before_load: Callable[[], Awaitable[None]] | None = None,
         ema_servers: ServerPool | None = None,
         alternate_dir: Path | None = None,
+        has_resumed: Callable[[], bool] = lambda: True,
     ) -> None:
         self.servers, self.version, self.weights_dir = servers, servers.version, servers.weights_dir
         self.ema_servers = ema_servers
@@ -58,7 +59,7 @@ class WeightRelay:
         """Where a trainer with the other `weight_broadcast.type` would publish; checked to report a mismatch."""
         self.unread = False
         self.update_s = 0.0  # of the last update
-        self._is_received = is_received
+        self._is_received, self._has_resumed = is_received, has_resumed
         self._timeout_s = timeout_s
         self._log_timeline = log_timeline
         self._before_load = before_load
@@ -190,7 +191,8 @@ class WeightRelay:
         if step > self.num_sent:
             return True
         # After a resume the trainer may have read the interrupted attempt's copy of the first batch.
-        return not self._is_received(step) and not (self._start and step == self._start + 1)
+        is_first = self._start and step == self._start + 1
+        return not self._is_received(step) and not (is_first and self._has_resumed())
 
     def _check_timeout(self) -> None:
         """Log while a version is overdue; `TimeoutError` after `timeout_s`."""
@@ -202,8 +204,8 @@ class WeightRelay:
         expected = f"version {step} in {self.weights_dir}"
         if self._start and not self._is_received(step):
             expected += (
-                f", but the trainer has not read batch {step}; unless it is loading, restart it with --resume "
-                "(it may have read batches of the interrupted attempt)"
+                f", but the trainer has not read batch {step}; unless it is loading, it has read batches of the "
+                "interrupted attempt (restart it with --resume) or fake data (leave out data.fake)"
             )
         if waited > self._timeout_s:
             raise TimeoutError(f"waited {waited:.0f} s for {expected}: the trainer is stuck or not running")
@@ -237,6 +239,7 @@ def build_relay(
     """Build the relay of the trainer's versions."""
     run = RunDir(config.output_dir)
     alternate_dir = run.broadcasts if config.versions_dir == run.weights else run.weights
+    start = servers.version.live
     return WeightRelay(
         servers,
         is_received=sender.is_received,
@@ -245,4 +248,5 @@ def build_relay(
         before_load=rollouts.wait_until_idle if config.strict_async_level else None,
         ema_servers=ema_servers,
         alternate_dir=None if config.weight_broadcast.delta else alternate_dir,  # an anchor precedes its delta
+        has_resumed=lambda: run.has_resumed("trainer", start),
     )

@@ -194,6 +194,16 @@ class RunDir:
         append_jsonl(self.attempt_log, [row])
         return number
 
+    def has_resumed(self, process: str, step: int) -> bool:
+        """Whether `process` has begun the orchestrator's attempt, after `step`; True if it records no attempts."""
+        from rollouts.training.metrics import load_jsonl
+
+        last = {row.get("process"): row for row in load_jsonl(self.attempt_log)}
+        if process not in last:
+            return True
+        number = last.get("orchestrator", {}).get("attempt", 0)
+        return bool(last[process]["step"] == step and last[process]["attempt"] >= number)
+
 
 class Attempts:
     """Maps steps to attempts by `attempts.jsonl`, which is re-read after a change.

@@ -634,16 +634,29 @@ def test_resumed_relay_ignores_old_versions(tmp_path: Path) -> None:
 
 def test_resumed_relay_waits_until_batches_are_read(tmp_path: Path) -> None:
     """Versions of the interrupted attempt are there until the trainer has resumed, too."""
-    publish_version(tmp_path, 6)
+    for step in (5, 6):
+        publish_version(tmp_path, step)
     servers = make_pool([AnyEngine()], tmp_path, 4)
-    received = set[int]()
-    relay = WeightRelay(servers, is_received=received.__contains__, timeout_s=0, log_timeline=lambda *interval: None)
+    received, run_dir = set[int](), RunDir(tmp_path)
+    for process in ("trainer", "orchestrator"):
+        run_dir.begin_attempt(process, 0)
+    run_dir.begin_attempt("orchestrator", 4)
+    relay = WeightRelay(
+        servers,
+        is_received=received.__contains__,
+        timeout_s=0,
+        log_timeline=lambda *interval: None,
+        has_resumed=lambda: run_dir.has_resumed("trainer", 4),
+    )
     for step in (5, 6):
         relay.mark_sent(step)
     assert relay._newest() is None
     with pytest.raises(TimeoutError, match=r"version 5 .*not read batch 5; .*restart it with --resume"):
         relay._check_timeout()
+    run_dir.begin_attempt("trainer", 4)
+    assert relay._newest() == 5  # of a trainer that had read the interrupted attempt's copy of the first batch
     received.add(6)
+    assert relay._newest() == 6
     assert relay_until(tmp_path, AnyEngine(), 4, 6, 6, [], is_received=received.__contains__) == [6]
 
 
