@@ -23,6 +23,7 @@ from rollouts.training.environments.answers import (
 )
 from rollouts.training.environments.protocol import Environment, Row
 from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
+from rollouts.training.seeds import RequestSeeds
 from rollouts.training.types import Message, Sample, Status
 
 QUIET_TURNS = 3
@@ -43,6 +44,10 @@ class ChatClient:
         self.generated_tokens = 0
         self._open: list[tuple[Request, asyncio.Future[Completion]]] = []
         self._drain: asyncio.Task[None] | None = None
+
+    def open_conversation(self) -> _Conversation:
+        """The client for one rollout."""
+        return _Conversation(self)
 
     async def create(self, *, messages: Sequence[Message], **asked: Any) -> Any:
         """Complete a conversation, with the types of `openai`; non-sampling options are ignored.
@@ -105,6 +110,28 @@ class ChatClient:
         self._drain = None
 
 
+class _Conversation:
+    """`.chat.completions.create(...)` for one rollout, whose requests have seeds of their own."""
+
+    def __init__(self, client: ChatClient) -> None:
+        self._client, self._seeds = client, RequestSeeds()
+
+    # Properties, since attributes would form reference cycles.
+    @property
+    def chat(self) -> _Conversation:
+        return self
+
+    @property
+    def completions(self) -> _Conversation:
+        return self
+
+    async def create(self, *, messages: Sequence[Message], **asked: Any) -> Any:
+        """As `ChatClient.create`."""
+        if (seed := asked.get("seed")) is not None:
+            asked["seed"] = self._seeds.take(seed)
+        return await self._client.create(messages=messages, **asked)
+
+
 def _to_answer(request: Request, done: Completion, version: int, tokenizer: NanochatTokenizer) -> Answer:
     choice = Choice(
         message=AnswerMessage(content=tokenizer.decode(done.tokens, skip_special_tokens=True)),
@@ -127,10 +154,7 @@ async def run_rollouts(
     env: Environment, client: ChatClient, row: Row, num: int, seed: tuple[int, int], sampling: dict[str, Any]
 ) -> list[Rollout]:
     """`num` rollouts of one row; `seed` combines the run's seed with the row's."""
-    arguments = [
-        {"logprobs": True, **sampling, "extra_body": {**sampling.get("extra_body", {}), "seed": sample_seed(*seed, i)}}
-        for i in range(num)
-    ]
+    arguments = [{"logprobs": True, **sampling, "seed": sample_seed(*seed, i)} for i in range(num)]
     return await env.run_group(row, client, "nanochat", arguments)
 
 

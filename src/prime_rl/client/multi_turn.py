@@ -11,14 +11,13 @@ the messages are sent instead: the prompt differs, and training starts a new sam
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from prime_rl.client.constraints import find_constraint
-from rollouts.training.seeds import derive_seed
+from rollouts.training.seeds import RequestSeeds
 
 Body = dict[str, Any]
 
@@ -102,15 +101,14 @@ class _TextTurn:
 class MultiTurnClient:
     """A client for one rollout, shaped like `InferenceClient`; several conversations share its connections.
 
-    Environments send the rollout's seed with every request: later ones with a seed get one derived from it and their
-    number, so that turns are drawn independently.
+    Every request has a seed of its own, see `RequestSeeds`.
     """
 
     def __init__(self, client: TokenClient) -> None:
         self._client = client
         self._turns: list[_Turn] = []
         self._text_turns: list[_TextTurn] = []
-        self._num_requests: Counter[int] = Counter()  # by seed
+        self._seeds = RequestSeeds()
         self.num_sampled = 0
         """Sampled tokens of all responses with token ids."""
 
@@ -194,9 +192,7 @@ class MultiTurnClient:
     def _build_body(self, request: Body, extra_body: Body | None) -> Body:
         body = {**request, **(extra_body or {})}
         if (seed := body.get("seed")) is not None:
-            if number := self._num_requests[seed]:
-                body["seed"] = derive_seed(seed, number)
-            self._num_requests[seed] += 1
+            body["seed"] = self._seeds.take(seed)
         return body
 
     async def _extend_text(self, model: str, text: str) -> list[int] | None:

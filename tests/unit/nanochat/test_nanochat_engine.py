@@ -18,6 +18,7 @@ from nanochat.tokenizer import NanochatTokenizer
 from rollouts.agents import Turn
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.backends.ranks import Ranks
+from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import Row
 from rollouts.training.sampling import keep_top_k
 from rollouts.training.types import Message, Status
@@ -150,6 +151,30 @@ def test_equal_rollouts_do_not_train_on_tool_output(tokenizer: NanochatTokenizer
     completion = [*[1.0] * len(requested), *[0.0] * forced, 1.0]
     masks = [sample.loss_mask for sample in group_samples(client, rollouts, 0)]
     assert masks == [[*[0.0] * (len(masks[0]) - len(completion)), *completion]] * 3
+
+
+def test_turns_have_seeds_of_their_own(tokenizer: NanochatTokenizer) -> None:
+    """The engine draws by seed and number of the token: turns of one seed would have the same noise."""
+    model = Scripted(
+        GPTConfig(64, tokenizer.get_vocab_size(), 1, 1, 1, 8), [tokenizer.encode_special("<|assistant_end|>")]
+    )
+    model.init_weights()
+    again: Message = {"role": "user", "content": "12?"}
+    env = PlainEnvironment([{"prompt": [again]}], lambda: 0.0, respond=lambda *_: [again], max_turns=3)
+    seeds = []
+    for _ in range(2):
+        asked: list[int] = []
+
+        class Recorder(ChatClient):
+            async def create(self, *, messages: Any, **options: Any) -> Any:
+                asked.append(options["seed"])  # noqa: B023 - used before the next round
+                return await super().create(messages=messages, **options)
+
+        with ThreadPoolExecutor(1) as executor:
+            client = Recorder(Engine(model, tokenizer), executor, 4)
+            asyncio.run(run_rollouts(env, client, env.rows()[0], 2, (0, 0), {}))
+        seeds.append(asked)
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 6
 
 
 def test_a_wrong_request_fails_alone(model: GPT, tokenizer: NanochatTokenizer) -> None:
