@@ -31,7 +31,6 @@ __all__ = [
 
 TORCH_WEIGHTS = "pytorch_model*.bin"
 """Weights in torch's format, which are read, and downloaded, only if there are no safetensors."""
-WEIGHT_FILES = ("*.safetensors", TORCH_WEIGHTS)
 HUB_CODE_FILES = ("*.py", "*.tiktoken")
 """Code of a tokenizer, and a format that only such code reads."""
 SECOND_WEIGHTS = ["consolidated*.safetensors", "*/*.safetensors"]
@@ -94,7 +93,7 @@ def _suggest_model(path: Path) -> str:
 
 def check_weights(directory: Path, random_init: bool) -> None:
     """`ValueError` for a model directory without weight files, unless the weights are initialized at random."""
-    if not random_init and not any(any(directory.glob(pattern)) for pattern in WEIGHT_FILES):
+    if not random_init and not find_weight_files(directory):
         raise ValueError(f"{directory} has no weights: set model.debug.random_init = true to start from random ones")
 
 
@@ -141,10 +140,15 @@ def has_same_vocabulary(first: Path, second: Path) -> bool:
     return sum(one[i] != other[i] for i in shared) <= MAX_DIFFERENT_TOKENS * len(shared)
 
 
+def find_weight_files(directory: Path) -> list[Path]:
+    """The weight files of a model directory: safetensors, or if there are none, those in torch's format."""
+    return sorted(directory.glob("*.safetensors")) or sorted(directory.glob(TORCH_WEIGHTS))
+
+
 def fingerprint_model(name: str) -> list[str]:
     """Name, size and modification time of each weight file of a local model; empty for any other name."""
     path = Path(name).expanduser()
-    files = [path] if path.is_file() else sorted(file for pattern in WEIGHT_FILES for file in path.glob(pattern))
+    files = [path] if path.is_file() else find_weight_files(path)
     return [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
 
 

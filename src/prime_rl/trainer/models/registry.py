@@ -12,7 +12,7 @@ from loguru import logger
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from prime_rl.runtime.tokenizer import TORCH_WEIGHTS, load_tokenizer, resolve_model_dir
+from prime_rl.runtime.tokenizer import find_weight_files, load_tokenizer, resolve_model_dir
 from prime_rl.trainer.lora import load_adapter, merge_adapter
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig, Impl, choose_impl
@@ -151,8 +151,8 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
         if not adapter.base_model:
             raise ValueError(f"{model_dir / ADAPTER_CONFIG_FILE} has no base model: set base_model_name_or_path")
         return merge_adapter(read_tensors(resolve_model_dir(adapter.base_model)), adapter)
-    files = sorted(model_dir.glob(TORCH_WEIGHTS))
-    if files and not any(model_dir.glob("*.safetensors")):
+    files = find_weight_files(model_dir)
+    if files and files[0].suffix != ".safetensors":
         return {name: tensor for file in files for name, tensor in checkpoint.read_tensors(file).items()}
     return MappedTensors(read_files(model_dir))
 

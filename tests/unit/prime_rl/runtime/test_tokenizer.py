@@ -17,7 +17,7 @@ from small_tokenizers import TWO_ROLES
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.initial_weights import prepare_model_dir
-from prime_rl.runtime.tokenizer import load_tokenizer, render_chat, resolve_model_dir
+from prime_rl.runtime.tokenizer import fingerprint_model, load_tokenizer, render_chat, resolve_model_dir
 
 TOKENIZER = load_tokenizer("tiny-qwen3")
 SPECIAL = set(TOKENIZER.all_special_ids)
@@ -206,6 +206,13 @@ def test_weights_in_torch_format_are_the_second_choice(
     assert resolve_model_dir("owner/model") == tmp_path
     weights = "model.safetensors" if has_both else "pytorch_model-00001-of-00001.bin"
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", weights}
+
+
+def test_the_fingerprint_has_the_weights_that_are_read(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_text("b")
+    assert [line.split()[0] for line in fingerprint_model(str(tmp_path))] == ["pytorch_model.bin"]
+    (tmp_path / "model.safetensors").write_text("a")
+    assert [line.split()[0] for line in fingerprint_model(str(tmp_path))] == ["model.safetensors"]
 
 
 def test_the_shipped_shape_fits_whole_vector_lanes() -> None:
