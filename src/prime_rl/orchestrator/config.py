@@ -411,10 +411,12 @@ class OrchestratorConfig(TrackersConfig):
             kinds = {"import_path": choice.import_path, "rewards": choice.rewards, "baseline role": is_role}
             for name in (name for name, is_set in kinds.items() if is_set):
                 raise ValueError(f"length_penalty has no effect with advantage.{name}: remove one of them")
-            if choice.std == "mean" and self.length_penalty.type == "overlong":
+            kind, coef = self.length_penalty.type, self.length_penalty.coef
+            if choice.std == "mean" and (kind == "overlong" or (kind == "linear" and coef > 1)):
+                of = "" if kind == "overlong" else f" with coef {coef:g}, above 1,"
                 raise ValueError(
-                    'advantage.std "mean", as in maxrl, divides by the mean reward, which length_penalty.type '
-                    '"overlong" can make negative: set the type "relative", or another std'
+                    f'advantage.std "mean", as in maxrl, divides by the mean reward, which length_penalty.type "{kind}"'
+                    f'{of} can make negative: set the type "relative", or another std'
                 )
         return self
 

@@ -591,6 +591,10 @@ def test_maxrl_takes_no_costs_that_make_the_mean_negative() -> None:
     env = {"id": "math", "loss": {"type": "maxrl"}, "advantage": {"kl_coef": 0.1}}
     with pytest.raises(ValueError, match="which kl_coef can make negative"):
         RLConfig.model_validate({"orchestrator": {"env": [env], "teacher_model": {}}})
+    linear = (*maxrl, "--orchestrator.length_penalty.type", "linear")
+    with pytest.raises(ConfigError, match=r'"linear" with coef 1\.5, above 1, can make negative: set the type'):
+        parse(*linear, "--orchestrator.length_penalty.coef", "1.5")
+    assert parse(*linear, "--orchestrator.length_penalty.coef", "1").orchestrator.length_penalty is not None
     assert parse(*maxrl, "--orchestrator.length_penalty.type", "relative").orchestrator.length_penalty is not None
 
 
