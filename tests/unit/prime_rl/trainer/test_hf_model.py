@@ -390,19 +390,25 @@ def test_quantized_models_are_published_without_loss(
     assert all(torch.equal(loaded[name], parameter) for name, parameter in model.named_parameters())
 
 
+def publish_two_adapters(base: Path, folder: Path) -> tuple[Path, Backend]:
+    """Publish an adapter of `base` and one of that adapter; the latter's directory and backend."""
+    for name in ("one", "two"):
+        backend = build_backend(make_config(base, folder, lora={"rank": 4}))
+        with torch.no_grad():
+            for p in backend.parameters.values():
+                p.add_(0.1)
+        tensors, config = backend.export_state_dict(), backend.adapter_config
+        base = publish_weights(folder / name, 1, tensors, base, adapter_config=config)
+    return base, backend
+
+
 def test_auto_selects_transformers_for_quantized_weights(tmp_path: Path) -> None:
     """Also for adapters, which are merged into the dequantized weights."""
     base = save_model("qwen2", tmp_path)
     quantize(base, "fp8")
     with pytest.raises(ValueError, match=r'not supported by the native decoder: set model\.impl = "hf"'):
         load_causal_lm(base, impl="custom")
-    for name in ("one", "two"):
-        backend = build_backend(make_config(base, tmp_path, lora={"rank": 4}))
-        with torch.no_grad():
-            for p in backend.parameters.values():
-                p.add_(0.1)
-        tensors, config = backend.export_state_dict(), backend.adapter_config
-        base = publish_weights(tmp_path / name, 1, tensors, base, adapter_config=config)
+    base, backend = publish_two_adapters(base, tmp_path)
     sequences = [torch.arange(20)]
     expected = compute_logits(backend.model, sequences)
     torch.testing.assert_close(compute_logits(load_causal_lm(base), sequences), expected, atol=2e-5, rtol=1e-4)
@@ -444,13 +450,7 @@ def test_adapters_of_adapters_are_merged(tmp_path: Path) -> None:
     base = save_model("mistral", tmp_path)
     warnings: list[str] = []
     number = logger.add(warnings.append, level="WARNING")
-    for name in ("one", "two"):
-        backend = build_backend(make_config(base, tmp_path, lora={"rank": 4}))
-        with torch.no_grad():
-            for p in backend.parameters.values():
-                p.add_(0.1)
-        tensors, config = backend.export_state_dict(), backend.adapter_config
-        base = publish_weights(tmp_path / name, 1, tensors, base, adapter_config=config)
+    base, backend = publish_two_adapters(base, tmp_path)
     logger.remove(number)
     assert len(warnings) == 1 and "is a LoRA adapter itself" in warnings[0]
     sequences = [torch.arange(20)]
