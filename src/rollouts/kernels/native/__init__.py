@@ -17,8 +17,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +139,21 @@ ONE_BY_ONE, PAIRED, GATED = range(3)
 """As in C (`ONE_BY_ONE` is its `PLAIN`): layout of the outputs of a packed weight."""
 
 _logger = logging.getLogger(__name__)
+_loaded: list[ctypes.CDLL | None] = []
+_loading = threading.Lock()
+"""Held while the kernels are loaded: `_enable_amx` switches AMX off and on, and other threads must not compute then."""
 
 
-@cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, after one warning, if they cannot be compiled. `RuntimeError` for other structs."""
+    if not _loaded:
+        with _loading:
+            if not _loaded:
+                _loaded.append(_load())
+    return _loaded[0]
+
+
+def _load() -> ctypes.CDLL | None:
     if os.environ.get(OFF) == "0":
         return None
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)

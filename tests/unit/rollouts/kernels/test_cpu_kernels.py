@@ -357,13 +357,13 @@ def test_int8_bits_do_not_depend_on_instructions(without: str, monkeypatch: pyte
     flags = ["-O0" if flag == "-O3" else flag for flag in native.FLAGS]
     monkeypatch.setattr(native, "FLAGS", [*flags, without])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
+    native._loaded.clear()
     try:
         assert native.library() is not None
         assert all(map(torch.equal, compute(), expected))
     finally:
         monkeypatch.undo()
-        native.library.cache_clear()
+        native._loaded.clear()
 
 
 def build(dtype: torch.dtype = torch.float32, **shape: Any) -> CausalLM:
@@ -510,7 +510,7 @@ def test_thread_count_changes_no_bits(flags: list[str], monkeypatch: pytest.Monk
         unoptimized = ["-O0" if flag == "-O3" else flag for flag in native.FLAGS]  # compiles in 2 s, not 15
         monkeypatch.setattr(native, "FLAGS", [*unoptimized, *flags])
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        library = native.library.__wrapped__()
+        library = native._load()
         monkeypatch.setattr(native, "library", lambda: library)
     kinds: list[dict[str, Any]] = [{}, {"exact": False}, {"exact": False, "quantization": "int8"}]
     for dtype, options in zip((torch.float32, torch.bfloat16, torch.bfloat16), kinds, strict=True):
@@ -525,7 +525,7 @@ def test_thread_count_changes_no_bits(flags: list[str], monkeypatch: pytest.Monk
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One warning; the fallback is bit-exact as well."""
-    native.library.cache_clear()
+    native._loaded.clear()
     try:
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.setenv("PATH", "/nowhere")
@@ -541,4 +541,4 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
             torch.testing.assert_close(torch.tensor(output.logprobs), trainer_logprobs(model, output), rtol=0, atol=0)
     finally:
         monkeypatch.undo()
-        native.library.cache_clear()
+        native._loaded.clear()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import shutil
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,12 +23,12 @@ needs_kernels = pytest.mark.skipif(native.library() is None, reason="no C compil
 @pytest.fixture
 def cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where a library is compiled, without optimization, when it is loaded the next time."""
-    native.library.cache_clear()
+    native._loaded.clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in native.FLAGS])
     yield tmp_path / "rollouts"
     monkeypatch.undo()
-    native.library.cache_clear()
+    native._loaded.clear()
 
 
 @needs_kernels
@@ -55,7 +58,7 @@ def test_library_is_compiled_once_per_source(cache_home: Path, monkeypatch: pyte
     assert native.library() is not None
     (made,) = cache_home.glob("native-*.so")
     before = made.stat().st_mtime_ns
-    native.library.cache_clear()
+    native._loaded.clear()
     assert native.library() is not None
     assert made.stat().st_mtime_ns == before
     assert sorted(path.name for path in cache_home.iterdir()) == ["lock", made.name]
@@ -63,10 +66,25 @@ def test_library_is_compiled_once_per_source(cache_home: Path, monkeypatch: pyte
     copied = shutil.copytree(native.SOURCE.parent, tmp_path / "source")
     (copied / "vectors.h").open("a").write("int64_t newly_added(void) { return 7; }\n")
     monkeypatch.setattr(native, "SOURCE", copied / native.SOURCE.name)
-    native.library.cache_clear()
+    native._loaded.clear()
     changed = native.library()
     assert changed is not None and changed.newly_added() == 7
     assert len(list(cache_home.glob("native-*.so"))) == 2
+
+
+@needs_kernels
+def test_threads_wait_for_one_that_loads_the_kernels(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It switches AMX off for a moment: others would find AMX products wrong, or compute other bits."""
+    switched: list[int] = []
+
+    def enable_amx(loaded: object) -> None:
+        switched.append(threading.get_ident())
+        time.sleep(0.2)  # time for the others to load as well
+
+    monkeypatch.setattr(native, "_enable_amx", enable_amx)
+    with ThreadPoolExecutor(4) as pool:
+        loaded = {id(found.result()) for found in [pool.submit(native.library) for _ in range(4)]}
+    assert len(loaded) == len(switched) == 1
 
 
 @needs_kernels
@@ -89,7 +107,7 @@ def test_struct_size_mismatch_is_refused(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(native.STRUCTS, name, Longer)
     size = ctypes.sizeof(declared)
     with pytest.raises(RuntimeError, match=rf"Longer has {size + 8} bytes in Python but {size} in C"):
-        native.library.__wrapped__()
+        native._load()
 
 
 def test_cache_key_includes_cpu_features() -> None:
