@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -139,20 +140,18 @@ ONE_BY_ONE, PAIRED, GATED = range(3)
 """As in C (`ONE_BY_ONE` is its `PLAIN`): layout of the outputs of a packed weight."""
 
 _logger = logging.getLogger(__name__)
-_loaded: list[ctypes.CDLL | None] = []
 _loading = threading.Lock()
 """Held while the kernels are loaded: `_enable_amx` switches AMX off and on, and other threads must not compute then."""
 
 
+@cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, after one warning, if they cannot be compiled. `RuntimeError` for other structs."""
-    if not _loaded:
-        with _loading:
-            if not _loaded:
-                _loaded.append(_load())
-    return _loaded[0]
+    with _loading:
+        return _load()
 
 
+@cache  # as well: a thread that has waited takes what the other one has loaded
 def _load() -> ctypes.CDLL | None:
     if os.environ.get(OFF) == "0":
         return None

@@ -41,7 +41,7 @@ def compile_with(cache_dir: Path, *flags: str) -> ctypes.CDLL:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in native.FLAGS] + [*flags])
         patch.setenv("XDG_CACHE_HOME", str(cache_dir))
-        library = native._load()
+        library = native._load.__wrapped__()
     assert library is not None
     return library
 

@@ -357,13 +357,15 @@ def test_int8_bits_do_not_depend_on_instructions(without: str, monkeypatch: pyte
     flags = ["-O0" if flag == "-O3" else flag for flag in native.FLAGS]
     monkeypatch.setattr(native, "FLAGS", [*flags, without])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native._loaded.clear()
+    native.library.cache_clear()
+    native._load.cache_clear()
     try:
         assert native.library() is not None
         assert all(map(torch.equal, compute(), expected))
     finally:
         monkeypatch.undo()
-        native._loaded.clear()
+        native.library.cache_clear()
+        native._load.cache_clear()
 
 
 def build(dtype: torch.dtype = torch.float32, **shape: Any) -> CausalLM:
@@ -510,7 +512,7 @@ def test_thread_count_changes_no_bits(flags: list[str], monkeypatch: pytest.Monk
         unoptimized = ["-O0" if flag == "-O3" else flag for flag in native.FLAGS]  # compiles in 2 s, not 15
         monkeypatch.setattr(native, "FLAGS", [*unoptimized, *flags])
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        library = native._load()
+        library = native._load.__wrapped__()
         monkeypatch.setattr(native, "library", lambda: library)
     kinds: list[dict[str, Any]] = [{}, {"exact": False}, {"exact": False, "quantization": "int8"}]
     for dtype, options in zip((torch.float32, torch.bfloat16, torch.bfloat16), kinds, strict=True):
@@ -525,7 +527,8 @@ def test_thread_count_changes_no_bits(flags: list[str], monkeypatch: pytest.Monk
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One warning; the fallback is bit-exact as well."""
-    native._loaded.clear()
+    native.library.cache_clear()
+    native._load.cache_clear()
     try:
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.setenv("PATH", "/nowhere")
@@ -541,4 +544,5 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
             torch.testing.assert_close(torch.tensor(output.logprobs), trainer_logprobs(model, output), rtol=0, atol=0)
     finally:
         monkeypatch.undo()
-        native._loaded.clear()
+        native.library.cache_clear()
+        native._load.cache_clear()
