@@ -103,10 +103,16 @@ def parse_response_format(body: Json) -> Json | None:
 
 
 class GrammarState:
-    """The position of one completion in its grammar."""
+    """The position of one completion in its grammar.
 
-    def __init__(self, matcher: Any, vocab: int, discard: Callable[[], None]) -> None:
-        self._matcher, self._vocab, self._discard = matcher, vocab, discard
+    A copied matcher shares its lexer with the other copies, and with it an error of one of them, such as a limit of its
+    complexity. A completion with an error therefore goes on with a matcher of its own, which `compile` returns.
+    """
+
+    def __init__(self, matcher: Any, vocab: int, compile: Callable[[], Any]) -> None:
+        self._matcher, self._vocab, self._compile = matcher, vocab, compile
+        self._tokens: list[int] = []
+        self._is_own = False
 
     @property
     def error(self) -> str:
@@ -117,13 +123,18 @@ class GrammarState:
         """Whether each token is excluded from the next position; all are after an error."""
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():  # computing a mask may reach a limit; that of an error allows EOS
-            self._discard()
-            return np.ones(self._vocab, dtype=np.bool_)
+            if self._is_own:
+                return np.ones(self._vocab, dtype=np.bool_)
+            self._matcher, self._is_own = self._compile(), True
+            for token in self._tokens:
+                self._matcher.consume_token(token)
+            return self.forbidden()
         allowed = np.unpackbits(words, count=self._vocab, bitorder="little")
         return np.asarray(allowed == 0)
 
     def advance(self, token: int) -> None:
         """Append a token."""
+        self._tokens.append(token)
         self._matcher.consume_token(token)
 
 
@@ -145,13 +156,14 @@ class GrammarCompiler:
             self._compiled[grammar] = matcher
             if len(self._compiled) > CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
-            return GrammarState(matcher.deep_copy(), self._vocab, partial(self._discard, grammar, matcher))
+            return GrammarState(matcher.deep_copy(), self._vocab, partial(self._replace, grammar, matcher))
 
-    def _discard(self, grammar: str, matcher: Any) -> None:
-        """Do not copy `matcher` any more: copies share its lexer, and with it an error of one of them."""
+    def _replace(self, grammar: str, failed: Any) -> Any:
+        """A new matcher; `failed`, of whose copies one has an error, is not copied any more."""
         with self._lock:
-            if self._compiled.get(grammar) is matcher:
+            if self._compiled.get(grammar) is failed:
                 del self._compiled[grammar]
+            return self._compile(grammar)
 
     def _compile(self, grammar: str) -> Any:
         try:

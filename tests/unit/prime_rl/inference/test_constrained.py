@@ -157,11 +157,17 @@ def test_a_failed_grammar_is_compiled_anew() -> None:
     pytest.importorskip("llguidance", reason="constrained sampling needs the extra `grammar`")
     compiler = GrammarCompiler(TOKENIZER, len(TOKENIZER), [TOKENIZER.eos_token_id])
     grammar = build_grammar(COMPLEX, [], "hermes", {}, single=False)
-    state = compiler.open(grammar)
-    for token in TOKENIZER.encode('{"a": "', add_special_tokens=False):
+    state, beside = compiler.open(grammar), compiler.open(grammar)
+    first, *rest = TOKENIZER.encode('{"a": "', add_special_tokens=False)
+    expected = compiler.open(grammar)
+    for each in (beside, expected):
+        each.advance(first)
+    mask = expected.forbidden()
+    for token in (first, *rest):
         assert not state.error and not state.forbidden()[token]
         state.advance(token)
     assert state.forbidden().all() and "too many" in state.error
+    assert (beside.forbidden() == mask).all() and not beside.error, "completions beside it go on"
     later = compiler.open(grammar)
     assert not later.forbidden().all() and not later.error
     assert state.forbidden().all() and compiler.open(grammar).forbidden().sum() == later.forbidden().sum()
