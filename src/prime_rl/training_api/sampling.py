@@ -224,11 +224,20 @@ class Sampler:
             if path in self._loaded:
                 self._loaded.move_to_end(path)
                 return
-            await self.backend.load_adapter(checkpoint)
-            self._loaded[path] = None
+            loading = asyncio.create_task(self._start_loading(checkpoint))
+            try:
+                await asyncio.shield(loading)
+            except asyncio.CancelledError:
+                await asyncio.wait([loading])
+                raise
             idle = [name for name in self._loaded if name not in self.in_use]
             for name in idle[: max(len(self._loaded) - self.max_adapters, 0)]:
                 await self.unload(name)
+
+    async def _start_loading(self, checkpoint: AdapterCheckpoint) -> None:
+        """Load an adapter and count it, even if the sample that needs it is canceled: a backend completes a load."""
+        await self.backend.load_adapter(checkpoint)
+        self._loaded[checkpoint.path] = None
 
     async def unload(self, path: str) -> None:
         """Unload an adapter, if it is loaded."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
 import uuid
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from loguru import logger
 
 from prime_rl.inference.async_engine import AsyncEngine
+from prime_rl.runtime.machine import num_cores
 from prime_rl.training_api.adapters import AdapterConfig, AdapterTrainer
 from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore, NotFound
 from prime_rl.training_api.config import ServeConfig
@@ -90,7 +90,7 @@ class TrainingService:
 
     def _count_pass_threads(self) -> int:
         """Number of passes that may be computed at the same time: one core is left to samples while there are any."""
-        cores = (os.cpu_count() or 1) // torch.get_num_threads()
+        cores = num_cores() // torch.get_num_threads()
         return max(cores - (self.engine.num_requests > 0), 1)
 
     def find_seed(self, session: ClientSession, name: str) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from running_server import RunningServer
 from training_requests import Server, open_server
+
+from prime_rl.training_api.sampling import Sampler
 
 Servers = tuple[Server, Server, RunningServer]
 """One that samples itself, one that uses an inference server, and the inference server."""
@@ -62,3 +66,43 @@ def test_errors_of_the_inference_server_are_reported(servers: Servers, tmp_path:
     with open_server(tmp_path / "gone", sampling={"url": "http://127.0.0.1:9"}) as gone:
         found = gone.result(gone.sample(gone.open_sampler(base_model="tiny-qwen3"), 0, {"max_tokens": 1}))
         assert "no answer from sampling.url http://127.0.0.1:9" in found["error"]
+
+
+class SlowBackend:
+    """Loads an adapter when it is told to, and completes each load, as engines and servers do."""
+
+    def __init__(self) -> None:
+        self.adapters: set[str] = set()
+        self.begun, self.may_load = asyncio.Event(), asyncio.Event()
+
+    async def load_adapter(self, checkpoint: Any) -> None:
+        self.begun.set()
+
+        async def complete() -> None:
+            await self.may_load.wait()
+            self.adapters.add(checkpoint.path)
+
+        await asyncio.shield(asyncio.create_task(complete()))
+
+    async def remove_adapter(self, path: str) -> None:
+        self.adapters.discard(path)
+
+    async def generate(self, requests: Any) -> Any:
+        raise AssertionError("the sample was canceled")
+
+
+def test_an_adapter_of_a_canceled_sample_can_be_unloaded() -> None:
+    async def run() -> set[str]:
+        backend = SlowBackend()
+        sampler = Sampler(backend, max_adapters=1)
+        sample = asyncio.create_task(sampler.sample(cast(Any, None), cast(Any, SimpleNamespace(path="a"))))
+        await backend.begun.wait()
+        sample.cancel()
+        await asyncio.sleep(0)
+        backend.may_load.set()
+        await asyncio.gather(sample, return_exceptions=True)
+        assert sample.cancelled() and sampler.num_loaded == 1
+        await sampler.unload("a")
+        return backend.adapters
+
+    assert asyncio.run(run()) == set()
