@@ -13,7 +13,7 @@ from prime_rl.transport.file_watch import wait_for_blocking
 from rollouts.training.steps import is_complete, prune_steps, publish_step, step_path
 from rollouts.training.types import Sample
 
-SCHEMA = 2
+SCHEMA = 3
 BATCH_FILE = "batch.msgpack"
 RECEIVED = "RECEIVED"
 

@@ -22,6 +22,8 @@ LOGPROB_TOLERANCE = 1e-3
 """Maximum log-prob above 0, due to rounding in engines."""
 UNFILTERED = b"\0"
 """Entry of `Sample.sampling_support` of a token that was sampled from the whole vocabulary."""
+RENAMED_FIELDS = {"anchor": "reference_weight"}
+"""Fields of a `Sample` as earlier versions named them."""
 ESTIMATORS = ("baseline", "mean", "leave_one_out", "length_weighted")
 
 
@@ -160,7 +162,8 @@ class Sample(msgspec.Struct):
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Sample:
-        """The inverse of `to_dict`; leaves `data` untouched. Unknown keys raise `ValueError`."""
+        """The inverse of `to_dict`, also for earlier versions; leaves `data` untouched. Unknown keys: `ValueError`."""
+        data = {RENAMED_FIELDS.get(name, name): value for name, value in data.items()}
         unknown = set(data) - set(Sample.__struct_fields__)
         if unknown:
             raise ValueError(f"unknown field(s) of a sample: {', '.join(sorted(unknown))}")

@@ -111,6 +111,14 @@ def test_samples_survive_dicts_and_files(tmp_path_factory: pytest.TempPathFactor
         assert Sample.from_dict(row) == sample and json.dumps(row) == before
 
 
+def test_samples_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    sample = Sample("p", reference_weight=0.5)
+    row = sample.to_dict()
+    row["anchor"] = row.pop("reference_weight")
+    (tmp_path / "samples.jsonl").write_text(json.dumps(row))
+    assert load_samples_from_jsonl(tmp_path / "samples.jsonl") == [sample] and "anchor" in row
+
+
 def test_metadata_of_other_types_becomes_plain_data() -> None:
     metadata = {"score": np.float32(0.5), "ppl": math.inf, "parts": [float("nan"), np.arange(2)], "path": Path("/a")}
     data = json.loads(json.dumps(Sample("p", metadata=metadata).to_dict(), allow_nan=False))

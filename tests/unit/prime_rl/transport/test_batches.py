@@ -53,9 +53,10 @@ def test_round_trip(step: int, batch: list[Sample]) -> None:
     assert decode_batch(encode_batch(step, batch)) == (step, batch)
 
 
-def test_another_schema_is_rejected_before_decoding_samples() -> None:
-    data = msgspec.msgpack.encode({"schema": SCHEMA + 1, "step": 7, "samples": "of another shape"})
-    with pytest.raises(ValueError, match=f"step 7 has schema {SCHEMA + 1}"):
+@pytest.mark.parametrize("schema", [2, SCHEMA + 1])  # 2: samples with another name of `reference_weight`
+def test_another_schema_is_rejected_before_decoding_samples(schema: int) -> None:
+    data = msgspec.msgpack.encode({"schema": schema, "step": 7, "samples": "of another shape"})
+    with pytest.raises(ValueError, match=f"step 7 has schema {schema}"):
         decode_batch(data)
 
 
