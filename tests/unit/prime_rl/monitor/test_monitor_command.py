@@ -252,6 +252,35 @@ def test_list_shows_local_runs_the_newest_first(
 
 
 @pytest.mark.parametrize(
+    ("machine", "variable", "setting"),
+    [
+        ("wandb.local:8080", "http://wandb.local:8080", None),
+        ("wandb.local", None, "https://wandb.local/"),
+        ("wandb.local:8080", "http://wandb.local:8080", "https://other.server"),
+        ("api.forge.coreweave.com", None, None),
+    ],
+)
+def test_the_login_at_any_server_is_found(
+    machine: str, variable: str | None, setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", "~/keys")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys").write_text(f"machine {machine} login user password key\n")
+    if variable:
+        monkeypatch.setenv("WANDB_BASE_URL", variable)
+    if setting:
+        (tmp_path / ".config" / "wandb").mkdir(parents=True)
+        (tmp_path / ".config" / "wandb" / "settings").write_text(f"[default]\nbase_url = {setting}\n")
+    assert wandb_runs.has_key()
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nbase_url = https://third.server\n")
+    assert wandb_runs.has_key() == (variable is not None)
+
+
+@pytest.mark.parametrize(
     ("argv", "sentence"),
     [
         (["--replay", "3"], "which run?"),
