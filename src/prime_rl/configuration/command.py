@@ -182,13 +182,14 @@ def _lock(config: Any, part: str | None) -> AbstractContextManager[None]:
 
 
 def _record(config: BaseConfig, prog: str) -> None:
-    """Record a resolved config, unless it was read from that file (whose source comments are more precise)."""
-    from prime_rl.utils.pydantic_config import write_record
+    """Record a resolved config, unless all was read from that file (whose source comments are more precise)."""
+    from prime_rl.utils.pydantic_config import LATER_STARTS, write_record
 
     out_dir = config.model_dump(include={"output_dir"})["output_dir"]
     path = RunDir(Path(out_dir).resolve()).config(prog)
-    files = {Path(source.rpartition(":")[0]) for source in config.provenance.values() if ":" in source}
-    if path not in {file.resolve() for file in files}:
+    sources = {config.provenance[key] for key in config.given or ()} - {LATER_STARTS}
+    files = {Path(source.rpartition(":")[0]) for source in sources}
+    if {file.resolve() for file in files} != {path}:
         write_record(config, path)
 
 

@@ -156,6 +156,24 @@ def test_a_submitted_run_is_not_finished(
     assert caught.value.code == 0 and (state and state.status) == status
 
 
+def test_options_over_the_recorded_config_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "configs" / "sft.toml"
+
+    def start(*words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["sft", *words])
+        with pytest.raises(SystemExit) as caught:
+            run_trainer("sft", "prime_rl.trainer.config:SFTConfig", lambda _: 0, summary="Trains.")
+        assert caught.value.code == 0
+        return record.read_text()
+
+    start("--output-dir", str(tmp_path), "--max-steps", "10", "--optim.lr", "0.5")
+    changed = start("@", str(record), "--resume", "--max-steps", "20")
+    config = parse_argv(SFTConfig, ["@", str(record)], "sft")[0]
+    assert config.max_steps == 20 and config.optim.lr == 0.5 and config.resume
+    for options in ((), ("--ckpt.resume-step", "-1")):
+        assert (start("@", str(record), *options) == changed) == (not options), "with where its values are from"
+
+
 def test_a_new_run_keeps_the_checkpoints_of_another(tmp_path: Path) -> None:
     train_sft(sft_config(tmp_path, ckpt={"interval": 3}))
     shutil.rmtree(tmp_path / "weights")
