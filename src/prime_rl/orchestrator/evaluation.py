@@ -6,7 +6,7 @@ import math
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,9 +60,26 @@ class EvalSchedule:
     pending: int | None = None
     wake: anyio.Event = field(default_factory=anyio.Event)
 
+    def __post_init__(self) -> None:
+        self.since = self.last
+
     def is_due(self, version: int, max_steps: int | None) -> bool:
         """Whether `version` is the first at or after a multiple of the interval, or the last of all."""
         return version > self.last and (version // self.interval > self.last // self.interval or version == max_steps)
+
+    def state(self) -> tuple[int, int]:
+        """Interval, and the version after which the first evaluation is due."""
+        return self.interval, self.since
+
+    def resume(self, version: int, max_steps: int | None, state: Sequence[int] | None) -> None:
+        """Continue at `version`, which the run reached with a schedule of this `state`, None without such evaluations.
+
+        An evaluation that was due then and has not finished is due again, no other one.
+        """
+        interval, since = state or (self.interval, version)
+        done = max(since, find_last_finished(self.config.output_dir, self.kind, version))
+        was_due = replace(self, interval=interval, last=done).is_due(version, max_steps)
+        self.last = self.since = done if was_due else version
 
     def start(self) -> int | None:
         """Start the pending version, if any."""
@@ -266,8 +283,9 @@ def build_schedules(
     environments: Mapping[str, Environment],
     eval_environments: Mapping[str, Environment],
     version: int,
+    states: Mapping[str, Sequence[int]] | None = None,
 ) -> list[EvalSchedule]:
-    """The configured evaluations of a run that starts at `version`.
+    """The configured evaluations of a run that starts at `version`, with the `states` there; None: of the same ones.
 
     Loads the rows now, because loading may take long and would block the event loop later.
     """
@@ -295,7 +313,7 @@ def build_schedules(
         starts_now = (
             not eval_settings.skip_eval_on_resume if version else eval_settings.eval_base_model or has_baselines
         )
-        last = -1 if starts_now else find_last_finished(config.output_dir, EvalKind.EVAL, version)
+        last = -1 if starts_now else version
         if has_baselines:
             trained = {fingerprint(row) for one in environments.values() for row in one.rows("train")}
             eval_environments = {
@@ -313,8 +331,11 @@ def build_schedules(
                 "max_concurrent": max(VAL_CONCURRENCY, config.val.rollouts_per_example),
             }
         )
-        last = find_last_finished(config.output_dir, EvalKind.VAL, version) if version else -1
-        schedules.append(EvalSchedule(EvalKind.VAL, val_config, environments, config.val.interval, last=last))
+        schedules.append(EvalSchedule(EvalKind.VAL, val_config, environments, config.val.interval, last=version or -1))
+    for schedule in schedules:
+        if version and schedule.last == version:
+            state = (schedule.interval, 0) if states is None else states.get(schedule.kind)
+            schedule.resume(version, config.max_steps, state)
     return schedules
 
 

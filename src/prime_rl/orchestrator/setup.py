@@ -83,7 +83,12 @@ class Orchestrator:
 
     def state(self) -> dict[str, Any]:
         """State needed to continue after the batch about to be sent."""
-        return {"rollouts": self.rollouts.state_dict(), "totals": dict(self.totals), "baselines": self.baselines}
+        return {
+            "rollouts": self.rollouts.state_dict(),
+            "totals": dict(self.totals),
+            "baselines": self.baselines,
+            "evaluations": {str(schedule.kind): schedule.state() for schedule in self.evaluations.schedules},
+        }
 
     def describe_wait(self) -> WaitStatus:
         """What the orchestrator is waiting for, for hang reports."""
@@ -133,7 +138,8 @@ def build_orchestrator(
     buffer = build_buffer(config, environments, version)
     generator = build_generator(config, environments, servers, teacher)
     rollouts = build_rollouts(config, buffer, generator)
-    schedules = build_schedules(config, environments, eval_environments, resumed_step)
+    evaluated = None if state is None else state.get("evaluations")  # earlier versions: not saved
+    schedules = build_schedules(config, environments, eval_environments, resumed_step, evaluated)
     evaluations = build_evaluations(config, schedules, servers, monitor, teacher)
     relay = build_relay(config, servers, ema_servers, rollouts, sender, monitor)
     if state is not None:

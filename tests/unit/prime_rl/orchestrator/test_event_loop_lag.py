@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -16,7 +17,7 @@ from test_orchestrator import engine, environments, make_config, rows, run, trai
 
 from prime_rl.client.request_batcher import RequestBatcher
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.evaluation import EvalKind, find_last_finished
+from prime_rl.orchestrator.evaluation import EvalKind, EvalSchedule, find_last_finished
 from prime_rl.orchestrator.orchestrator import orchestrate, run_orchestrator
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.batches import FilesystemBatchSender
@@ -151,6 +152,39 @@ def test_a_due_evaluation_runs_after_a_crash_during_it(
     for _ in range(2):
         run_with_eval(config(resume_step=-1), environments, environments)
         assert finished() == {"eval": [0, 2], "val": [0, 2]}, "once"
+
+
+def test_intervals_changed_at_a_resume_start_no_evaluation(
+    engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path
+) -> None:
+    def save_half(step: int) -> None:
+        publish_dir(step_path(tmp_path / "checkpoints", step) / "trainer", lambda path: None)
+
+    def start(max_steps: int, val: int, **extra: Any) -> None:
+        shared = {"max_steps": max_steps, "max_async_level": 0, "val": {"num_examples": 1, "interval": val}}
+        run_with_eval(make_config(engine, tmp_path, **shared, **extra), environments, environments)
+
+    with trainer(tmp_path, 3, on_batch=save_half):
+        start(3, 100, ckpt={"interval": 2})
+    added = {"env": [{"id": "reverse-text"}], "num_examples": 1, "interval": 1}
+    with trainer(tmp_path, 4, first=3, on_batch=save_half):
+        start(4, 2, ckpt={"interval": 2, "resume_step": 2}, eval=added)
+    found = list(load_jsonl(tmp_path / "metrics.jsonl"))
+    assert [row["step"] for row in found if "eval/reverse-text/avg@1" in row] == [3, 4]
+    assert [row["step"] for row in found if "val_reward/mean" in row] == [0, 3, 4], "that of 3 is of the first attempt"
+
+
+def test_a_schedule_counts_from_the_resume_with_its_interval(tmp_path: Path) -> None:
+    schedule = EvalSchedule(EvalKind.EVAL, SimpleNamespace(output_dir=tmp_path), {}, 10, last=0)  # type: ignore[arg-type]
+
+    def last(version: int, state: tuple[int, int] | None) -> int:
+        schedule.resume(version, None, state)
+        return schedule.last
+
+    assert last(25, None) == last(25, (100, 0)) == 25
+    assert schedule.state() == (10, 25)
+    assert last(28, (10, 25)) == 28 and last(31, (10, 25)) == 25, "due at 30, and not finished"
+    assert last(19, (10, 0)) == 0
 
 
 def test_evaluations_of_an_abandoned_attempt_do_not_count(tmp_path: Path) -> None:
