@@ -65,7 +65,9 @@ def read_tasks(taskset: Any, num_examples: int | None, num_eval_examples: int) -
 def describe_task(task: Any, number: int) -> dict[str, Any]:
     """The row of a task."""
     data = task.data.model_dump(mode="json", exclude_defaults=True)
-    row = {"prompt": data.pop("prompt", None) or NO_PROMPT, "task_number": number}
+    data.pop("prompt", None)  # without the roles of its messages, which are defaults
+    prompt = task.data.model_dump(mode="json", include={"prompt"}, exclude_none=True).get("prompt")
+    row = {"prompt": prompt or NO_PROMPT, "task_number": number}
     if system := data.pop("system_prompt", None):
         messages = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
         row["prompt"] = [{"role": "system", "content": system}, *messages]

@@ -1,12 +1,16 @@
-"""Tasks of a taskset: those to train on and those that are held out."""
+"""Tasks of a taskset: those to train on, those that are held out, and their rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel
 
-from prime_rl.envs.taskset_runner import ENDLESS, read_tasks
+from prime_rl.envs.taskset_runner import ENDLESS, NO_PROMPT, describe_task, read_tasks
+from rollouts.training.environments.plain import PlainEnvironment
 
 
 class Tasks:
@@ -38,3 +42,27 @@ def test_training_tasks_come_before_those_held_out(
     assert (len(rows), len(held_out)) == (num_rows, num_held_out) and rows + held_out == [
         *range(num_rows + num_held_out)
     ]
+
+
+class UserMessage(BaseModel):
+    """As in verifiers 0.4: the role is a default."""
+
+    role: Literal["user"] = "user"
+    content: str
+    name: str | None = None
+
+
+class TaskData(BaseModel):
+    prompt: str | list[UserMessage] | None = None
+    system_prompt: str | None = None
+    answer: Any = None
+    idx: int = 0
+
+
+def test_messages_of_a_row_have_roles_and_content() -> None:
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
+    data = TaskData(prompt=[UserMessage(content="a")], system_prompt="b", answer=3, idx=7)
+    row = describe_task(SimpleNamespace(data=data), 4)
+    assert row == {"prompt": [system, user], "task_number": 4, "answer": "3"}
+    PlainEnvironment([row], lambda: 0.0)
+    assert describe_task(SimpleNamespace(data=TaskData()), 0) == {"prompt": NO_PROMPT, "task_number": 0}
