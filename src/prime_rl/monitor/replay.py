@@ -119,7 +119,8 @@ def verdict_text(step: int, verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def _train(run: LocalRun, plan: Replay, place: RunDir) -> None:
+def build_command(run: LocalRun, plan: Replay, place: RunDir) -> list[str]:
+    """The command that takes the steps of `plan` again, in the directory `place`."""
     config = run.files.config(plan.process)
     argv = [sys.executable, "-m", MODULES[plan.process], "@", str(config), "--output-dir", str(place.root)]
     for tracker in ("wandb", "tensorboard", "trackio", "prometheus"):
@@ -128,11 +129,17 @@ def _train(run: LocalRun, plan: Replay, place: RunDir) -> None:
         argv += ["--transport.type", "filesystem"]
     if plan.start:
         argv += ["--ckpt.resume-step", str(plan.start)]
-    elif plan.process == "trainer":  # every version of it is published; sft publishes what it checkpoints
-        argv += ["--ckpt", "None"]
+    else:
+        argv += ["--resume", "false"]  # the configuration of a resumed run may set it
+        if plan.process == "trainer":  # every version of it is published; sft publishes what it checkpoints
+            argv += ["--ckpt", "None"]
+    return argv
+
+
+def _train(run: LocalRun, plan: Replay, place: RunDir) -> None:
     try:
         with Supervisor(place.logs, None, grace_s=5) as children:
-            children.start(plan.process, argv)
+            children.start(plan.process, build_command(run, plan, place))
             children.wait_for(lambda: has_step(place, plan.step), timeout_s=TIMEOUT_S, what=f"step {plan.step}")
     except ChildFailed as error:
         if not has_step(place, plan.step):  # the trainer exits after its last step
