@@ -48,6 +48,8 @@ class Load(msgspec.Struct, tag=True):
     score: bool
     sys_path: list[str]
     command: list[str] | None = None
+    python_path: str | None = None
+    """PYTHONPATH of the parent, for programs that the environment starts; the worker's own is `sys_path`."""
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -326,6 +328,9 @@ def main() -> int:
     except EOFError:
         return 0
     sys.path[:] = request.sys_path
+    os.environ.pop("PYTHONPATH", None)
+    if request.python_path is not None:
+        os.environ["PYTHONPATH"] = request.python_path
     logging.basicConfig(level=logging.WARNING, format=f"environment {request.id}: %(message)s")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from rollouts.training.environments import load_environment

@@ -80,7 +80,9 @@ class WorkerProcess:
             )
         self.outputs = [copy_redacted(stdout, os.dup(1)), copy_redacted(stderr, os.dup(2))]
         with suppress(OSError):  # it exited already, which `wait_loaded` reports
-            send_frame(self._control, encode(Load(*config.factory, config.timeout, score, sys.path, config.command)))
+            python_path = os.environ.get("PYTHONPATH")
+            load = Load(*config.factory, config.timeout, score, sys.path, config.command, python_path)
+            send_frame(self._control, encode(load))
 
     def wait_loaded(self) -> None:
         """Wait until the environment is loaded (blocking).

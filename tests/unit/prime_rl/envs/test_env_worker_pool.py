@@ -423,6 +423,35 @@ def test_workers_import_from_where_their_parent_does(monkeypatch: pytest.MonkeyP
     assert found == ["/somewhere", "/elsewhere"]
 
 
+STARTS_A_PROGRAM = """
+import subprocess, sys
+from rollouts.training.agent_integration import Rollout
+class Starts:
+    id = "starts"
+    def rows(self, split="train"):
+        return [{"prompt": "p", "answer": "a"}]
+    async def run_group(self, row, client, model, sampling_args, retries=0):
+        done = subprocess.run([sys.executable, "-S", "-c", CODE], capture_output=True, text=True)
+        return [Rollout(prompt="p", completion=done.stdout)]
+def load_environment(): return Starts()
+CODE = "import os; print(os.environ.get('PYTHONPATH'))"
+"""
+
+
+@pytest.mark.parametrize("path", [None, "/of/the/user"])
+def test_programs_of_a_worker_start_as_outside_of_it(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, path: str | None
+) -> None:
+    """The import path of the worker would override that of another virtual environment."""
+    monkeypatch.delenv("PYTHONPATH")
+    if path is not None:
+        monkeypatch.setenv("PYTHONPATH", path)
+    (tmp_path / "starts.py").write_text(STARTS_A_PROGRAM)
+    with open_environments([EnvConfig(id=f"{tmp_path}/starts.py")]) as found:
+        [[rollout]] = run(*found.values(), engine, n=1).values()
+    assert rollout.completion == f"{path}\n"
+
+
 def test_a_run_that_ends_waits_for_no_replacement(tmp_path: Path, engine: FakeEngine) -> None:
     """The pool serves several event loops in sequence, also after unfinished work."""
     with pool("once-kill", tmp_path) as environment:
