@@ -348,7 +348,8 @@ def main() -> int:
     quiet_libraries()
     prepare_client()  # preload before the first group
     gc.freeze()  # exclude loaded libraries from garbage collection
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the connection
+    # The parent handles Ctrl-C and closes the connection. SIG_IGN would be passed on to programs that this one starts.
+    signal.signal(signal.SIGINT, lambda *_: None)
     try:
         send_frame(control, encode(Loaded(builds_prompts=getattr(environment, "builds_prompts", False))))
     except BrokenPipeError:  # the parent was stopped meanwhile

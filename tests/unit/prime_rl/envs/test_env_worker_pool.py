@@ -434,7 +434,7 @@ class Starts:
         done = subprocess.run([sys.executable, "-S", "-c", CODE], capture_output=True, text=True)
         return [Rollout(prompt="p", completion=done.stdout)]
 def load_environment(): return Starts()
-CODE = "import os; print(os.environ.get('PYTHONPATH'))"
+CODE = "import os, signal; print(os.environ.get('PYTHONPATH'), signal.getsignal(2) is signal.default_int_handler)"
 """
 
 
@@ -442,14 +442,14 @@ CODE = "import os; print(os.environ.get('PYTHONPATH'))"
 def test_programs_of_a_worker_start_as_outside_of_it(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, path: str | None
 ) -> None:
-    """The import path of the worker would override that of another virtual environment."""
+    """The worker's import path would override that of another virtual environment, and an ignored SIGINT stay so."""
     monkeypatch.delenv("PYTHONPATH")
     if path is not None:
         monkeypatch.setenv("PYTHONPATH", path)
     (tmp_path / "starts.py").write_text(STARTS_A_PROGRAM)
     with open_environments([EnvConfig(id=f"{tmp_path}/starts.py")]) as found:
         [[rollout]] = run(*found.values(), engine, n=1).values()
-    assert rollout.completion == f"{path}\n"
+    assert rollout.completion == f"{path} True\n"
 
 
 def test_a_run_that_ends_waits_for_no_replacement(tmp_path: Path, engine: FakeEngine) -> None:
