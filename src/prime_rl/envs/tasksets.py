@@ -15,8 +15,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from prime_rl.client.http import exclude_from_proxies
 from prime_rl.gateway.program import record_session
-from prime_rl.gateway.server import BY_MODEL, Gateway
+from prime_rl.gateway.server import BY_MODEL, HOST, Gateway
 from prime_rl.gateway.session import Session
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import PlainEnvironment
@@ -189,7 +190,9 @@ class TasksetProcess:
 
 
 def _build_environment(path: str) -> dict[str, str]:
-    """The variables of this process, with the interpreter's programs first and without this process's import paths."""
+    """The variables of this process without its import paths; the interpreter's programs come first, and no proxy
+    stands before the gateway."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     variables = {name: value for name, value in os.environ.items() if name not in hidden}
-    return {**variables, "PATH": f"{path}{os.pathsep}{variables.get('PATH', '')}"}
+    changed = {"PATH": f"{path}{os.pathsep}{variables.get('PATH', '')}", **exclude_from_proxies(HOST, variables)}
+    return variables | changed

@@ -15,8 +15,8 @@ from typing import Any
 
 import anyio
 
-from prime_rl.client.http import ensure_open_files
-from prime_rl.gateway.server import Gateway
+from prime_rl.client.http import ensure_open_files, exclude_from_proxies
+from prime_rl.gateway.server import HOST, Gateway
 from prime_rl.gateway.session import Session
 from prime_rl.runtime.machine import num_cores
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE, add_token, die_with_parent, kill_run_processes, signal_group
@@ -184,6 +184,7 @@ def _build_environment(url: str, key: str) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
         "REWARD_URL": f"{url}/reward",
+        **exclude_from_proxies(HOST, os.environ),
     }
     return {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES} | own
 

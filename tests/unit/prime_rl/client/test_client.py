@@ -16,7 +16,7 @@ from fake_engine import FakeEngine, free_port, serve
 from openai.types.chat import ChatCompletion
 
 from prime_rl.client import http
-from prime_rl.client.http import HttpPool, ensure_open_files, needs_proxy
+from prime_rl.client.http import HttpPool, ensure_open_files, exclude_from_proxies, needs_proxy
 from prime_rl.configuration.sections import ClientConfig
 from prime_rl.utils.client import InferenceClient, build_clients
 
@@ -275,8 +275,29 @@ def test_build_clients_reads_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_proxies_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
-    assert needs_proxy("http://far.example/v1") and not needs_proxy("http://127.0.0.1:8000/v1")
+    monkeypatch.setenv("no_proxy", "near.example")
+    assert needs_proxy("http://far.example/v1") and not needs_proxy("http://near.example:8000/v1")
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+def test_no_proxy_is_used_for_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert not needs_proxy(f"http://{host}:8000/v1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "hosts"),
+    [
+        ({}, "127.0.0.1"),
+        ({"NO_PROXY": "near.example"}, "near.example,127.0.0.1"),
+        ({"NO_PROXY": "old.example", "no_proxy": "near.example"}, "near.example,127.0.0.1"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_a_host_is_added_to_those_without_a_proxy(variables: dict[str, str], hosts: str) -> None:
+    assert exclude_from_proxies("127.0.0.1", variables) == {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
 @pytest.mark.parametrize(

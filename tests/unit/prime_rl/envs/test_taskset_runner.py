@@ -1,4 +1,4 @@
-"""Tasks of a taskset: those to train on, those that are held out, and their rows."""
+"""Tasks of a taskset: those to train on, those that are held out, their rows, and the variables of its process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from prime_rl.envs.taskset_runner import ENDLESS, NO_PROMPT, describe_task, read_tasks
+from prime_rl.envs.tasksets import _build_environment
 from rollouts.training.environments.plain import PlainEnvironment
 
 
@@ -66,3 +67,9 @@ def test_messages_of_a_row_have_roles_and_content() -> None:
     assert row == {"prompt": [system, user], "task_number": 4, "answer": "3"}
     PlainEnvironment([row], lambda: 0.0)
     assert describe_task(SimpleNamespace(data=TaskData()), 0) == {"prompt": NO_PROMPT, "task_number": 0}
+
+
+def test_no_proxy_is_between_a_taskset_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "near.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert _build_environment("/bin")["no_proxy"] == "near.example,127.0.0.1"

@@ -186,6 +186,13 @@ def test_addresses_of_the_user_are_not_passed_on(monkeypatch: pytest.MonkeyPatch
     }
 
 
+def test_no_proxy_is_between_a_program_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert run("ask(user)").reward == 1.0
+
+
 def test_a_missing_program_is_named() -> None:
     with pytest.raises(ValueError, match=r"env.command: there is no program 'no-such-agent'"):
         check_command(["no-such-agent", "--fast"])
