@@ -194,7 +194,7 @@ def record_session(rollout: Rollout, session: Session) -> None:
     rollout.turns, rollout.num_turns = session.turns, len(session.conversations)
     rollout.completion_tokens, rollout.stop_reason = session.num_completion_tokens, session.finish_reason
     rollout.metrics = {"unmatched_requests": float(session.num_unmatched)}
-    rollout.completion = []
+    rollout.completion, rollout.tools = [], session.tools
     if session.conversations:
         rollout.prompt, rollout.completion = session.split_last()
     if session.is_overlong:

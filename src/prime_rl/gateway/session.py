@@ -46,6 +46,8 @@ class Session:
         self.turns: list[Turn] = []
         self.conversations: list[list[Message]] = []
         """Messages of each request with its answer, in the order of the answers."""
+        self.tools: list[dict[str, Any]] | None = None
+        """Of the last conversation."""
         self.finish_reason: str | None = None
         """Of the last answer."""
         self.num_unmatched = 0
@@ -93,7 +95,7 @@ class Session:
             raise
         except Exception as error:
             raise self._explain(error) from error
-        self._record(messages, answer)
+        self._record(messages, body.get("tools"), answer)
         self._answers[key] = answer
         return answer
 
@@ -152,12 +154,13 @@ class Session:
         self.error = self.error or error
         return NoAnswer(f"{kind}: {text}")
 
-    def _record(self, messages: list[Message], answer: Any) -> None:
+    def _record(self, messages: list[Message], tools: list[dict[str, Any]] | None, answer: Any) -> None:
         choice = answer.choices[0]
         message = read_message(choice.message)
         self._written.add(encode_exact(message))
         self._written_loosely[encode_loose(message)] = message
         self.conversations.append([*messages, message])
+        self.tools = tools
         self.finish_reason, self.is_overlong = choice.finish_reason, False
         self.num_completion_tokens = add_usage(self.num_completion_tokens, answer)
         if (turn := read_turn(answer)) is not None:

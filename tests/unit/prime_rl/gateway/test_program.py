@@ -55,6 +55,14 @@ def test_without_a_report_the_exit_code_is_the_reward() -> None:
     assert [run(f"ask(user); sys.exit({code})").reward for code in (0, 3)] == [1.0, 0.0]
 
 
+def test_the_tools_of_the_last_conversation_are_recorded() -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    first, last = "ask(user)", f"post(os.environ['OPENAI_BASE_URL'] + '/chat/completions', dict(body, tools={tools}))"
+    body = "body = {'messages': [user]}"
+    assert run(f"{body}; {first}; {last}").tools == tools
+    assert run(f"{body}; {last}; {first}").tools is None
+
+
 def test_reward_functions_see_what_the_program_printed() -> None:
     def reward(state: dict[str, Any], completion: str, answer: str) -> float:
         assert (state["exit_code"], state["stderr"], completion, answer) == (0, "", "Hello.", "secret")
