@@ -83,20 +83,22 @@ def parse_sample(body: Mapping[str, Any], max_len: int, vocab: int, seed: int) -
     given = body.get("sampling_params")
     if not isinstance(given, dict):
         raise ValueError("sampling_params must be an object")
-    room = max_len - len(prompt)
-    if room < 1:
-        raise ValueError(f"a prompt of {len(prompt)} tokens does not fit in the context of {max_len}")
     stop, stop_tokens, ignore_eos = _parse_stop(given.get("stop"))
     wants_prompt, topk_prompt = (
         bool(body.get("prompt_logprobs")),
         int(_number(body, "topk_prompt_logprobs", 0, 0, MAX_TOPK)),
     )
+    num = int(_number(body, "num_samples", 1, 1, MAX_SAMPLES))
+    room = max_len - len(prompt)
+    is_score = num == 1 and (wants_prompt or topk_prompt > 0)  # of a sequence of any length that can be trained
+    if room < (0 if is_score else 1):
+        raise ValueError(f"a prompt of {len(prompt)} tokens does not fit in the context of {max_len}")
     last_n = body.get("prompt_logprobs_last_n")
     if last_n is not None and (type(last_n) is not int or not wants_prompt or not 1 <= last_n <= len(prompt) - 1):
         raise ValueError(f"prompt_logprobs_last_n must be from 1 to {len(prompt) - 1}, with prompt_logprobs")
     topk_sample = int(_number(body, "topk_sample_logprobs", 0, 0, MAX_TOPK))
     params = SamplingParams(
-        max_tokens=min(int(_number(given, "max_tokens", room, 1, 2**31)), room),
+        max_tokens=min(int(_number(given, "max_tokens", max_len, 1, 2**31)), room),
         temperature=_number(given, "temperature", 1.0, 0, 100),
         top_p=_number(given, "top_p", 1.0, 0, 1),
         top_k=int(_number(given, "top_k", -1, -1, 2**31)),
@@ -109,7 +111,6 @@ def parse_sample(body: Mapping[str, Any], max_len: int, vocab: int, seed: int) -
         prompt_logprobs=topk_prompt if wants_prompt or topk_prompt else None,
         prompt_start=1 if last_n is None else len(prompt) - last_n,
     )
-    num = int(_number(body, "num_samples", 1, 1, MAX_SAMPLES))
     return SampleRequest(prompt, params, num, topk_prompt, topk_sample, wants_prompt)
 
 

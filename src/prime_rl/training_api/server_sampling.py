@@ -80,7 +80,7 @@ def build_body(request: GenerationRequest) -> dict[str, Any]:
     """Body of `/inference/v1/generate`."""
     params = request.params
     fields = {
-        "max_tokens": params.max_tokens,
+        "max_tokens": max(params.max_tokens, 1),  # vLLM has no 0
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
@@ -100,11 +100,11 @@ def build_body(request: GenerationRequest) -> dict[str, Any]:
 def parse_output(request: GenerationRequest, reply: dict[str, Any]) -> Output:
     """The completion of a response; `SamplingServerError` for another number of log-probs than of tokens."""
     [choice] = reply["choices"]
-    content = (choice["logprobs"] or {}).get("content") or []
-    tokens = choice["token_ids"]
+    content, tokens = (choice["logprobs"] or {}).get("content") or [], choice["token_ids"]
     if len(content) != len(tokens):
         raise SamplingServerError(f"the server returned {len(content)} log-probs for {len(tokens)} tokens")
-    num_top = request.params.top_logprobs
+    limit, num_top = request.params.max_tokens, request.params.top_logprobs
+    content, tokens = content[:limit], tokens[:limit]
     tops = [[(_token(top), top["logprob"]) for top in entry["top_logprobs"][:num_top]] for entry in content]
     return Output(
         request=request,
@@ -112,7 +112,7 @@ def parse_output(request: GenerationRequest, reply: dict[str, Any]) -> Output:
         logprobs=[entry["logprob"] for entry in content],
         top_logprobs=tops if num_top else [],
         versions=[(0, 0)],
-        finish_reason=choice["finish_reason"],
+        finish_reason=choice["finish_reason"] if limit else "length",
         stop_reason=choice.get("stop_reason"),
         prompt_logprobs=_parse_prompt(request.prompt, request.params, reply.get("prompt_logprobs")),
     )

@@ -10,7 +10,9 @@ from typing import Any, cast
 
 import pytest
 from running_server import RunningServer
-from training_requests import Server, open_server
+from training_requests import TOKENS, Server, open_server
+
+from prime_rl.training_api.wire import LENGTH
 
 from prime_rl.training_api.sampling import Sampler
 
@@ -57,6 +59,19 @@ def test_adapters_that_a_restarted_server_lost_are_loaded(servers: Servers) -> N
     for model in engine.http.get("/v1/models").json()["data"]:
         engine.post("/v1/unload_lora_adapter", {"lora_name": model["id"]})
     assert remote.read_samples(sampler, 1, {"max_tokens": 5, "seed": 1}) == before
+
+
+def test_sequences_that_fill_the_context_are_scored(servers: Servers, tmp_path: Path) -> None:
+    own, _, engine = servers
+    expected = own.read_samples(own.open_sampler(base_model="tiny-qwen3"), 0, {"max_tokens": 1}, prompt_logprobs=True)
+    model = {"name": "tiny-qwen3", "debug": {"random_init": True}, "max_model_len": len(TOKENS)}
+    for name, options in ("own", {}), ("remote", {"sampling": {"url": engine.root}}):
+        with open_server(tmp_path / name, model=model, **options) as server:
+            sampler = server.open_sampler(base_model="tiny-qwen3")
+            found = server.read_samples(sampler, 0, {"max_tokens": 1}, prompt_logprobs=True)
+        [sequence] = found.sequences
+        assert (sequence.tokens, sequence.logprobs, sequence.stop_reason) == (b"", b"", LENGTH)
+        assert found.prompt_logprobs == expected.prompt_logprobs
 
 
 def test_errors_of_the_inference_server_are_reported(servers: Servers, tmp_path: Path) -> None:
