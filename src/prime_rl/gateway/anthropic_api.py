@@ -29,12 +29,17 @@ class MessagesRequest(msgspec.Struct):
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: Any = None
+    mcp_servers: list[Any] | None = None
 
 
 def read_request(body: MessagesRequest) -> ChatRequest:
     """The chat request of a Messages request."""
     if body.output_format is not None or (body.output_config or {}).get("format") is not None:
         raise RequestError("output_config.format is not supported: leave it out, or use the OpenAI APIs")
+    if body.mcp_servers:
+        raise RequestError("mcp_servers run at the provider: give tools with name, description and input_schema")
+    if body.messages and body.messages[-1].get("role") == "assistant":
+        raise RequestError("the last message is of the assistant, whose beginning cannot be set: leave it out")
     messages = [{"role": "system", "content": body.system}] if body.system else []
     for message in body.messages:
         messages += _read_message(message)

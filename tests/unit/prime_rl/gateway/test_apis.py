@@ -20,6 +20,7 @@ from rollouts.training.environments.answers import AnswerMessage, Choice, Functi
 SAMPLING = {"temperature": 0.7, "max_tokens": 50, "seed": 3, "logprobs": True, "extra_body": {"return_token_ids": True}}
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 CHAT_TOOL = {"type": "function", "function": TOOL}
+USER = {"role": "user", "content": "a"}
 ANTHROPIC_TOOL = {"name": "add", "description": "Adds.", "input_schema": TOOL["parameters"]}
 
 
@@ -363,6 +364,12 @@ def test_requests_that_cannot_be_trained_are_refused(body: dict[str, Any], text:
         ("responses", {"prompt": {"id": "pmpt_1"}}, "prompt is stored at the provider"),
         ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format is not supported"),
         ("messages", {"output_format": {"type": "json_schema"}}, "output_config.format is not supported"),
+        (
+            "messages",
+            {"mcp_servers": [{"type": "url", "url": "http://a", "name": "a"}]},
+            "mcp_servers run at the provider",
+        ),
+        ("messages", {"messages": [USER, {"role": "assistant", "content": "{"}]}, "whose beginning cannot be set"),
         ("messages", {"tool_choice": {"type": "some"}}, "tool_choice of type 'some' is not supported"),
         ("messages", {"tool_choice": {"type": ["any"]}}, "is not supported: give 'auto', 'any'"),
     ],
@@ -371,7 +378,7 @@ def test_fields_that_would_be_ignored_are_refused(path: str, change: dict[str, A
     client = RecordedClient()
 
     async def work(session: Session, http: httpx.AsyncClient) -> httpx.Response:
-        body = {"input": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 9, **change}
+        body = {"input": "a", "messages": [USER], "max_tokens": 9, **change}
         return await http.post(f"/v1/{path}", headers={"x-api-key": session.key}, json=body)
 
     reply = serve(client, work)
