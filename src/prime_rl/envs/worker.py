@@ -48,6 +48,7 @@ class Load(msgspec.Struct, tag=True):
     score: bool
     sys_path: list[str]
     command: list[str] | None = None
+    num_workers: int = 1
     python_path: str | None = None
     """PYTHONPATH of the parent, for programs that the environment starts; the worker's own is `sys_path`."""
 
@@ -299,14 +300,17 @@ class Worker:
         self._control.send(reply)
 
 
-def build_agent(command: list[str] | None) -> Agent | None:
-    """The agent that runs `env.command`; None without one. `ValueError` if there is no such program."""
+def build_agent(command: list[str] | None, num_workers: int = 1) -> Agent | None:
+    """The agent that runs `env.command` in one of the workers; None without a command.
+
+    `ValueError` if there is no such program.
+    """
     if command is None:
         return None
     from prime_rl.gateway.program import ProgramAgent, check_command
 
     check_command(command)
-    return ProgramAgent(command)
+    return ProgramAgent(command, num_workers)
 
 
 def quiet_libraries() -> None:
@@ -336,7 +340,7 @@ def main() -> int:
     from rollouts.training.environments import load_environment
 
     try:
-        agent = build_agent(request.command)
+        agent = build_agent(request.command, request.num_workers)
         environment = load_environment(
             request.id, request.args, timeout_s=request.timeout_s, score=request.score, agent=agent
         )

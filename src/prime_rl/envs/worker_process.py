@@ -80,8 +80,8 @@ class WorkerProcess:
             )
         self.outputs = [copy_redacted(stdout, os.dup(1)), copy_redacted(stderr, os.dup(2))]
         with suppress(OSError):  # it exited already, which `wait_loaded` reports
-            python_path = os.environ.get("PYTHONPATH")
-            load = Load(*config.factory, config.timeout, score, sys.path, config.command, python_path)
+            agent, python_path = (config.command, config.num_workers), os.environ.get("PYTHONPATH")
+            load = Load(*config.factory, config.timeout, score, sys.path, *agent, python_path)
             send_frame(self._control, encode(load))
 
     def wait_loaded(self) -> None:

@@ -54,15 +54,15 @@ class ProgramAgent:
     may POST {"reward": number} to REWARD_URL with the same key. Reward functions see `exit_code`, `stdout`, `stderr`,
     `reward` and `conversations` in `state`. The end of a rollout, a timeout included, kills all of its processes.
 
-    Importing a client takes seconds of CPU time, so few programs per core start at once. Waiting for that does not
-    count for the timeout.
+    Importing a client takes seconds of CPU time, so few programs per core start at once, a share of them in each of
+    `num_workers` processes. Waiting for that does not count for the timeout.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], num_workers: int = 1) -> None:
         self.command = list(command)
         ensure_open_files(MAX_OPEN_FILES)
         self.gateway = Gateway()
-        self._starts = asyncio.Semaphore(STARTS_PER_CORE * num_cores())
+        self._starts = asyncio.Semaphore(max(STARTS_PER_CORE * num_cores() // num_workers, 1))
 
     async def __call__(
         self, rollout: Rollout, row: Row, state: dict[str, Any], client: Any, model: str, args: Mapping[str, Any]

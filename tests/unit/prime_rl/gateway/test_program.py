@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from recorded_client import RecordedClient
 
+from prime_rl.envs.worker import build_agent
 from prime_rl.gateway.program import MAX_OUTPUT_BYTES, ProgramAgent, _build_environment, check_command, run_program
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments.plain import PlainEnvironment, agent_reward
@@ -100,6 +101,13 @@ def test_a_killed_or_silent_program_fails_the_rollout(code: str, error: str) -> 
 def test_a_failure_of_the_engine_fails_the_rollout() -> None:
     rollout = run("ask(user)", client=RecordedClient(ConnectionError("engine is gone")))
     assert (rollout.error_type, rollout.error) == ("ConnectionError", "engine is gone")
+
+
+@pytest.mark.parametrize(("num_workers", "limit"), [(1, 8), (3, 2), (16, 1)])
+def test_workers_share_the_starts_of_a_machine(monkeypatch: pytest.MonkeyPatch, num_workers: int, limit: int) -> None:
+    monkeypatch.setattr("prime_rl.gateway.program.num_cores", lambda: 4)
+    agent = build_agent([sys.executable], num_workers)
+    assert isinstance(agent, ProgramAgent) and agent._starts._value == limit
 
 
 @pytest.mark.parametrize("detached", [False, True])
