@@ -18,7 +18,7 @@ from prime_rl.gateway.chat import (
     normalize_message,
 )
 from rollouts.agents import Turn
-from rollouts.training.environments.plain import build_request, read_message, read_turn
+from rollouts.training.environments.plain import add_reasoning, build_request, read_message, read_turn
 from rollouts.training.environments.protocol import add_usage, describe_failure
 from rollouts.training.seeds import derive_seed
 from rollouts.training.types import Message
@@ -63,7 +63,8 @@ class Session:
         """Messages up to each answer of the Responses API, by its id."""
         self._client = client
         self._sampling_args = build_request(sampling_args)
-        self._written: set[bytes] = set()
+        self._written: dict[bytes, Message] = {}
+        """The engine's messages with their reasoning, which is not compared or sent again."""
         self._written_loosely: dict[bytes, Message] = {}
         self._answers: dict[bytes, Any] = {}
         self._unanswered: Counter[bytes] = Counter()
@@ -103,7 +104,7 @@ class Session:
         """The last conversation: the messages before the engine's first one, and the others."""
         last = self.conversations[-1]
         start = next(i for i, message in enumerate(last) if self._is_written(message))
-        return last[:start], last[start:]
+        return last[:start], [self._written.get(encode_exact(message), message) for message in last[start:]]
 
     def _build_body(self, request: ChatRequest) -> dict[str, Any]:
         body = dict(self._sampling_args)
@@ -157,7 +158,7 @@ class Session:
     def _record(self, messages: list[Message], tools: list[dict[str, Any]] | None, answer: Any) -> None:
         choice = answer.choices[0]
         message = read_message(choice.message)
-        self._written.add(encode_exact(message))
+        self._written[encode_exact(message)] = add_reasoning(message, choice.message)
         self._written_loosely[encode_loose(message)] = message
         self.conversations.append([*messages, message])
         self.tools = tools

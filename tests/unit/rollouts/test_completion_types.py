@@ -8,8 +8,9 @@ import json
 import pytest
 import verifiers as vf
 from datasets import Dataset
-from scripted_client import call_tool, play
+from scripted_client import Message, call_tool, play
 
+from rollouts.training.environments import PlainEnvironment
 from rollouts.training.environments.completion import ChatCompletion, plain_completion
 from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment
 
@@ -100,3 +101,28 @@ def test_reward_errors_are_recorded() -> None:
     env = VerifiersEnvironment("mine", environment(broken))
     [rollout] = play(env, env.rows(), lambda _: lambda __: "x")
     assert rollout.reward == 0.0 and rollout.error_type == "RewardError" and "'shout'" in (rollout.error or "")
+
+
+class Asking(vf.MultiTurnEnv):
+    async def env_response(self, messages: object, state: object, **kwargs: object) -> list[Message]:
+        return [{"role": "user", "content": "sure?"}]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("kind", ["plain", "verifiers"])
+def test_completions_have_reasoning_that_is_not_sent_again(kind: str, key: str) -> None:
+    seen: list[list[Message]] = []
+
+    def reply(messages: list[Message]) -> Message:
+        seen.append(messages)
+        return {"content": "Yes", key: f"thought {len(seen)}"}
+
+    env = VerifiersEnvironment("e", environment(lambda completion: 1.0, cls=Asking, max_turns=2))
+    if kind == "plain":
+        question = {"role": "user", "content": "sure?"}
+        env = PlainEnvironment([{"prompt": "Is it?"}], lambda: 1.0, respond=lambda *args: [question], max_turns=2)
+    [rollout] = play(env, env.rows(), lambda row: reply)
+    answers = [message for message in rollout.completion if message["role"] == "assistant"]
+    assert [message["reasoning_content"] for message in answers] == ["thought 1", "thought 2"]
+    assert [message["content"] for message in answers] == ["Yes", "Yes"]
+    assert len(seen) == 2 and not any(key in message for message in seen[1])

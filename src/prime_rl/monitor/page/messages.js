@@ -10,7 +10,7 @@ function messagesOf(detail, vocab) {
   if (messages.length) return messages;
   const prompt = Array.isArray(detail.prompt) ? detail.prompt : [{ role: "user", content: detail.prompt }];
   const completion = Array.isArray(detail.completion) ? detail.completion : [{ role: "assistant", content: detail.completion }];
-  return [...prompt, ...completion].filter((message) => message && (message.content || message.tool_calls));
+  return [...prompt, ...completion].filter((message) => message && (message.content || message.tool_calls || message.reasoning_content));
 }
 
 function conversation(detail, vocab) {
@@ -48,7 +48,8 @@ function bubble(message) {
   const role = String(message.role || "unknown");
   const calls = (message.tool_calls || []).map((call) => toolCall(call.function || call));
   const known = ["system", "user", "assistant", "tool"].includes(role) ? role : "other";
-  return el("section", { class: `bubble ${known}` }, el("h4", {}, role), contentParts(plainText(contentOf(message))), calls);
+  const reasoning = message.reasoning_content && collapsible("reasoning", plainText(message.reasoning_content));
+  return el("section", { class: `bubble ${known}` }, el("h4", {}, role), reasoning, contentParts(plainText(contentOf(message))), calls);
 }
 
 function contentOf(message) {

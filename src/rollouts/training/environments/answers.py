@@ -34,6 +34,8 @@ class AnswerMessage(msgspec.Struct):
     content: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None
+    """The newer name of vLLM and OpenRouter; `read_completion` copies it to `reasoning_content`."""
 
 
 class TokenLogprob(msgspec.Struct):
@@ -99,6 +101,8 @@ def read_completion(data: bytes, *, chat: bool) -> Any:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"the server's response is not a completion: {error}") from error
     for choice in answer.choices or []:
+        if isinstance(choice.message.reasoning, str):
+            choice.message.reasoning_content = choice.message.reasoning_content or choice.message.reasoning
         prompt_ids = answer.prompt_token_ids if chat else choice.prompt_token_ids
         if choice.token_ids is None or prompt_ids is None:
             choice.logprobs = None

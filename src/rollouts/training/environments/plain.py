@@ -134,7 +134,7 @@ class PlainEnvironment:
                 return
             choice = answer.choices[0]
             message = read_message(choice.message)
-            rollout.completion = [*rollout.completion, message]
+            rollout.completion = [*rollout.completion, add_reasoning(message, choice.message)]
             messages = [*messages, message]
             rollout.num_turns, rollout.stop_reason = number, choice.finish_reason
             rollout.completion_tokens = add_usage(rollout.completion_tokens, answer)
@@ -270,11 +270,17 @@ def build_request(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_message(message: Any) -> Message:
-    """The assistant's message of a response."""
+    """The assistant's message of a response, as it is sent again: without reasoning, which some servers refuse."""
     plain: Message = {"role": "assistant", "content": message.content or ""}
     if message.tool_calls:
         plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     return plain
+
+
+def add_reasoning(plain: Message, message: Any) -> Message:
+    """A message with the reasoning of `message`, that of the response, for the completion of a rollout."""
+    reasoning = getattr(message, "reasoning_content", None)
+    return {**plain, "reasoning_content": reasoning} if reasoning else plain
 
 
 def read_turn(answer: Any) -> Turn | None:

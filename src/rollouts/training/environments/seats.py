@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollouts.training.agent_integration import Rollout
-from rollouts.training.environments.plain import PlainEnvironment, build_request, read_message, read_turn
+from rollouts.training.environments.plain import PlainEnvironment, add_reasoning, build_request, read_message, read_turn
 from rollouts.training.environments.protocol import RewardError, Row, add_usage, check_reward, open_conversation
 from rollouts.training.seeds import derive_seed
 from rollouts.training.types import Message, Status
@@ -77,7 +77,7 @@ class SeatEnvironment(PlainEnvironment):
             if args.get("seed") is not None:
                 request["seed"] = derive_seed(args["seed"], num_moves)
             answer = await conversations[seat].chat.completions.create(model=name, messages=messages, **request)
-            message = read_message(answer.choices[0].message)
+            message = add_reasoning(read_message(answer.choices[0].message), answer.choices[0].message)
             completion += [*messages[-1:], message] if num_moves else [message]
             num_moves += 1
             if other is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.environments.completion import ChatCompletion, plain_completion
+from rollouts.training.environments.plain import add_reasoning
 from rollouts.training.environments.protocol import (
     RewardError,
     Row,
@@ -203,7 +204,7 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
     if failure is not None:
         known.status, (known.error_type, known.error) = Status.FAILED, failure
         return known
-    known.completion = plain_completion(result["completion"])
+    known.completion = _with_reasoning(plain_completion(result["completion"]), result["trajectory"])
     known.stop_reason = result.get("stop_condition")
     for step in result["trajectory"]:
         known.completion_tokens = add_usage(known.completion_tokens, step["response"])
@@ -218,6 +219,19 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
     known.generation_ms = result["timing"]["generation_ms"]
     known.scoring_ms = result["timing"]["scoring_ms"]
     return known
+
+
+def _with_reasoning(completion: Any, trajectory: Sequence[Any]) -> Any:
+    """A completion whose messages from the model have its reasoning, which `verifiers` leaves out."""
+    if not isinstance(completion, list):
+        return completion
+    messages, steps = list(completion), list(trajectory)
+    for i in reversed(range(len(messages))):  # histories that the environment shortens keep the last steps
+        number = next((n for n in reversed(range(len(steps))) if messages[i] in steps[n]["completion"]), None)
+        if number is not None:
+            messages[i] = add_reasoning(messages[i], steps[number]["response"].choices[0].message)
+            steps = steps[:number]
+    return messages
 
 
 def _offered_tools(result: Any) -> list[dict[str, Any]] | None:

@@ -319,6 +319,21 @@ def test_a_compacted_history_goes_on_after_an_overlong_one() -> None:
     assert (session.error, session.is_overlong, len(session.turns)) == (None, False, 2)
 
 
+def test_the_recorded_conversation_has_reasoning() -> None:
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        messages = [{"role": "user", "content": "Hi"}]
+        await stock_openai(session, http).chat.completions.create(model="m", messages=messages)
+        messages += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Go on"}]
+        await stock_openai(session, http).chat.completions.create(model="m", messages=messages)
+        return session
+
+    client = RecordedClient(Choice(message=AnswerMessage(content="Hello.", reasoning_content="a")), "Bye.")
+    session = serve(client, work)
+    said = {"role": "assistant", "content": "Hello."}
+    assert session.split_last()[1][0] == said | {"reasoning_content": "a"}
+    assert (client.requests[1]["messages"][1], session.num_unmatched) == (said, 0)
+
+
 def test_an_edited_history_is_counted() -> None:
     async def work(session: Session, http: httpx.AsyncClient) -> Session:
         stock = stock_openai(session, http)
