@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,10 @@ __all__ = [
 ]
 
 ASSISTANT = "assistant"
+END_OF_REASONING = "</think>"
+"""Ends reasoning that is part of the content."""
+NAMES_REASONING = re.compile(r"""[.'"]reasoning\b""")
+"""Matches chat templates that read the key `reasoning` of messages."""
 
 
 class ChatRenderer(Protocol):
@@ -290,7 +295,7 @@ def render_conversation(
     messages of one role are one turn. An assistant turn that is empty, or that opens the conversation and so has no
     prompt, has no loss. Each trained turn must extend the previous tokens, as in generation. `ValueError` if a template
     rewrites earlier turns (for example, drops reasoning), because the model would be trained on contexts that do not
-    occur.
+    occur, or drops the reasoning of a trained turn.
     """
     messages, tools, options = conversation.messages, conversation.tools, conversation.template_kwargs
     tokens: list[int] = []
@@ -301,6 +306,12 @@ def render_conversation(
         after = chat.render(messages[:stop], tools, False, **options)
         if before[: len(tokens)] != tokens or after[: len(before)] != before:
             raise ValueError(_describe_unstable_prefix(index, start, chat, tokens, before, after))
+        if is_assistant and (key := _find_dropped_reasoning(conversation, start, chat, after, len(before))):
+            raise ValueError(
+                f"row {index} of the data set: the chat template drops the reasoning in `{key}` of message {start}, so "
+                "the model would learn to answer without it: set tokenizer.chat_template to one that writes it, or "
+                "leave it out"
+            )
         end = len(before) + find_turn_end(after[len(before) :], chat)
         mask += [0.0] * (len(before) - len(mask)) + [1.0] * (end - len(before))
         tokens = after[:end]
@@ -338,6 +349,24 @@ def find_trained_turns(conversation: Conversation, roles: Collection[str] = (ASS
         is_learned = is_learned and not is_empty_turn(messages[start])
         if role in roles and is_learned:
             yield start, stop
+
+
+def _find_dropped_reasoning(
+    conversation: Conversation, number: int, chat: ChatRenderer, rendered: list[int], start: int
+) -> str | None:
+    """The key of a trained message whose reasoning is not in its rendered text, `rendered[start:]`; None if all is."""
+    messages, message = conversation.messages, conversation.messages[number]
+    content, thoughts = message.get("content"), message.get("reasoning_content")
+    before, end, after = content.partition(END_OF_REASONING) if isinstance(content, str) else ("", "", "")
+    variants = [("reasoning_content", thoughts, f"{thoughts}a")] if isinstance(thoughts, str) else []
+    variants += [("content", before.replace("<think>", ""), f"{before}a{end}{after}")] if end else []
+    for key, text, longer in variants:
+        if text.strip() in chat.decode(rendered[start:]):
+            continue
+        changed = [*messages[:number], {**message, key: longer}]
+        if chat.render(changed, conversation.tools, False, **conversation.template_kwargs) == rendered:
+            return key
+    return None
 
 
 def _describe_unstable_prefix(
@@ -428,8 +457,9 @@ def _messages(value: Any, role: str, column: str, index: int, template: str = ""
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value):
         raise ValueError(f"row {index} of the data set: `{column}` is neither text nor a list of messages with a role")
+    messages = [_name_reasoning(message, template) for message in value]
     with name_row(index):
-        for i, message in enumerate(value):
+        for i, message in enumerate(messages):
             if message.get("function_call") and "function_call" not in template:
                 raise ValueError(f"{column}[{i}].function_call is the former form of a call: write it as tool_calls")
             check_message(message, f"{column}[{i}]", template)
@@ -438,4 +468,13 @@ def _messages(value: Any, role: str, column: str, index: int, template: str = ""
                 raise ValueError(f"{column}[{i}].content is missing: give the message a text")
             if message.get("weight") not in (None, 0, 1):
                 raise ValueError(f"{column}[{i}].weight is {message['weight']!r}: it must be 0 (no loss) or 1")
-    return [dict(message) for message in value]
+    return messages
+
+
+def _name_reasoning(message: Message, template: str) -> Message:
+    """A copy of a message whose `reasoning`, as vLLM and OpenRouter name it, has the name that templates read."""
+    message = dict(message)
+    is_known = bool(message.get("reasoning_content")) or NAMES_REASONING.search(template) is not None
+    if not is_known and isinstance(message.get("reasoning"), str):
+        message["reasoning_content"] = message.pop("reasoning")
+    return message

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loguru import logger
+from small_tokenizers import CHATML, build_llama3
 from tokenizers.processors import TemplateProcessing
 
 from prime_rl.runtime.tokenizer import load_tokenizer
@@ -182,6 +183,28 @@ def test_split_turns_is_no_cure_for_a_changed_prompt(split_turns: bool, tokenize
     with pytest.raises(ValueError, match=r"row 0 .*not prefix-stable at message 1.*its answer follows") as error:
         tokenize([{"messages": [QUESTION, ANSWER]}], opening, split_turns=split_turns)
     assert str(error.value).endswith("set tokenizer.chat_template to one that is")
+
+
+def test_reasoning_that_the_template_drops_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    rows: list[Any] = [
+        ({"content": "ba", "reasoning_content": "hm"}, "reasoning_content"),
+        ({"content": "", "reasoning_content": "hm"}, "reasoning_content"),
+        ({"content": "ba", "reasoning": "hm"}, "reasoning_content"),
+        ({"content": "<think>hm</think>ba"}, "content"),
+    ]
+    template = CHATML.replace("message.content", "message.content.split('</think>')[-1]")
+    dropping = load_tokenizer("tiny-qwen3", template)
+    for answer, key in rows:
+        row = {"messages": [QUESTION, {"role": "assistant", **answer}]}
+        for split_turns in (False, True):
+            with pytest.raises(ValueError, match=f"row 0 .*drops the reasoning in `{key}` of message 1.*template"):
+                tokenize([row], dropping, split_turns=split_turns)
+    assert trained_text(tokenize([row], tokenizer)[0], tokenizer) == ["<think>hm</think>ba<|im_end|>"]
+    row["messages"][1]["weight"] = 0
+    assert tokenize([{"messages": [*row["messages"], QUESTION, ANSWER]}], dropping), "of turns without loss it may"
+    row = {"messages": [QUESTION, ANSWER | {"reasoning": "hm"}]}
+    [sample] = tokenize([row], build_llama3(tmp_path / "llama"))
+    assert trained_text(sample, load_tokenizer(str(tmp_path / "llama"))) == ["<think>hm</think>ba<|eot_id|>"]
 
 
 def test_dropped_rows_are_reported(tmp_path: Path, tokenizer: Any) -> None:
