@@ -60,7 +60,8 @@ def convert(source: Path, target: Path, file_type: str | None = None, base: str 
 def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None:
     """Write a full model into `target`: the base model with the adapter merged into its weights.
 
-    The base may be an adapter itself. Tokenizer and end tokens are the adapter's, if it has them.
+    The base may be an adapter itself. Tokenizer and end tokens are the adapter's, if it has them, and so is the size of
+    the vocabulary.
     """
     from prime_rl.runtime.tokenizer import resolve_model_dir
     from prime_rl.trainer.lora import load_adapter, merge_adapter
@@ -80,7 +81,14 @@ def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None
     save_tensors(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
     config = adapt_config(files.config, tensors, None)
     if "lm_head.weight" in adapter.tensors or "model.embed_tokens.weight" in adapter.tensors:
-        config["tie_word_embeddings"] = False
+        tables = ("lm_head.weight", "model.embed_tokens.weight")
+        sizes = {tensors[name].shape[0] for name in tables if name in tensors}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{adapter_dir} has only one of lm_head and embed_tokens, with another number of tokens than its base: "
+                "save both with peft (save_embedding_layers = True)"
+            )
+        config |= {"tie_word_embeddings": False, "vocab_size": sizes.pop()}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     files.write(target)
 

@@ -365,10 +365,15 @@ def _dequantize_on_load(config: Any) -> bool:
 
 @torch.no_grad()
 def _merge(model: HFCausalLM, adapter: Adapter) -> None:
-    untie_head(model, adapter.spec.modules_to_save)
+    untie_head(model, [name.removesuffix(".weight") for name in adapter.tensors])
     parameters = dict(model.named_parameters())
-    for name, tensor in merge_adapter({n: p.detach() for n, p in parameters.items()}, adapter).items():
-        parameters[name].copy_(tensor)
+    merged = merge_adapter({n: p.detach() for n, p in parameters.items()}, adapter)
+    for name, parameter in parameters.items():
+        if merged[name].shape != parameter.shape:
+            shapes = f"{tuple(merged[name].shape)}, that of its base model {tuple(parameter.shape)}"
+            raise ValueError(f"the adapter's {name} has shape {shapes}: merge it with `convert` first")
+    for name, parameter in parameters.items():
+        parameter.copy_(merged[name])
 
 
 def has_experts(inner: Any) -> bool:

@@ -416,6 +416,26 @@ def test_auto_selects_transformers_for_quantized_weights(tmp_path: Path) -> None
         convert(base, tmp_path / "merged")
 
 
+def test_an_adapter_with_added_tokens_is_merged(tmp_path: Path) -> None:
+    base, adapter, merged = save_model("mistral", tmp_path), tmp_path / "adapter", tmp_path / "merged"
+    tensors = {f"{name}.weight": torch.randn(322, 32) for name in ("lm_head", "model.embed_tokens")}
+    query = "model.layers.0.self_attn.q_proj"
+    tensors |= {f"{query}.lora_A.weight": torch.randn(2, 32), f"{query}.lora_B.weight": torch.randn(32, 2)}
+    adapter.mkdir()
+    save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"has shape \(322, 32\), .* \(320, 32\): merge it with `convert` first"):
+        load_causal_lm(adapter, impl="hf")
+    convert(adapter, merged)
+    model = load_causal_lm(merged)
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"]) and model.config.vocab_size == 322
+    del tensors["lm_head.weight"]
+    save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, adapter / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="only one of lm_head and embed_tokens"):
+        convert(adapter, tmp_path / "other")
+
+
 def test_other_quantizations_are_refused(tmp_path: Path) -> None:
     base = save_model("mistral", tmp_path)
     quantize(base, "gptq")
