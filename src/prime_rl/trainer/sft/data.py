@@ -330,19 +330,27 @@ def build_tokenizer(config: SFTConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def find_eos_ids(tokenizer: Tokenizer, model_dir: Path) -> list[int]:
-    """End tokens of the model and the one that ends trained turns or texts; empty if the model has that one already.
+def find_eos_ids(tokenizer: Tokenizer, model_dir: Path, tokenizer_name: str | None = None) -> list[int]:
+    """End tokens of the model and the one that ends trained turns or texts; empty if those are the model's alone.
 
-    A base model names the end of a document only, so that its chats would never end.
+    A base model names the end of a document only, so that its chats would never end. Ids of the model that are other
+    tokens in `tokenizer`, loaded by another name (`tokenizer_name`), are left out.
     """
     from prime_rl.trainer.models.registry import load_eos_ids
 
-    eos_ids = load_eos_ids(model_dir)
+    own_ids = eos_ids = load_eos_ids(model_dir)
+    if tokenizer_name is not None and (model_dir / "tokenizer.json").is_file():
+        names = load_tokenizer(str(model_dir)).convert_ids_to_tokens(own_ids)
+        eos_ids = [
+            token
+            for token, name, other in zip(own_ids, names, tokenizer.convert_ids_to_tokens(own_ids), strict=True)
+            if name == other
+        ]
     end = tokenizer.eos_token_id
     if tokenizer.chat_template:
         chat = TemplateRenderer(tokenizer)
         end = next((token for token in chat.turn_end if token in chat.end_ids), end)
-    if end is None or end in eos_ids:
-        return []
-    logger.info(f"The published weights have {tokenizer.decode([end])!r} as an end token, because it is trained")
-    return [*eos_ids, end]
+    if end is not None and end not in eos_ids:
+        logger.info(f"The published weights have {tokenizer.decode([end])!r} as an end token, because it is trained")
+        eos_ids = [*eos_ids, end]
+    return [] if eos_ids == own_ids else eos_ids

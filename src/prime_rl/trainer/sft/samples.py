@@ -47,6 +47,8 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int]) -> str: ...
 
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]: ...
+
 
 @dataclass
 class TokenizedSamples:

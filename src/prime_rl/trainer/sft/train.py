@@ -68,7 +68,7 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
         backend,
         tokenizer_dir=resolve_model_dir(config.tokenizer.name) if config.tokenizer.name else None,
         chat_template=tokenizer.chat_template if tokenizer and config.tokenizer.chat_template else None,
-        eos_ids=find_eos_ids(tokenizer, backend.model_dir) if tokenizer else (),
+        eos_ids=find_eos_ids(tokenizer, backend.model_dir, config.tokenizer.name) if tokenizer else (),
     )
     timer = run.timer
     if config.val is not None and config.val.eval_on_start and run.first_step == 1:

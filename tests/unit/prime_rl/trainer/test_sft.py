@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tokenizers import CHATML, build_tokenizer
 
 from prime_rl.inference.adapters import read_adapter
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import SFTConfig, SFTDataConfig
+from prime_rl.trainer.models.registry import load_eos_ids
 from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, find_eos_ids
 from prime_rl.trainer.sft.samples import TokenizationStats, check_data, tokenize_rows
 from prime_rl.trainer.sft.train import train
@@ -328,6 +330,14 @@ def test_models_with_the_trained_end_token_keep_theirs(tmp_path: Path, tokenizer
     assert find_eos_ids(tokenizer, tmp_path) == []
     (tmp_path / "config.json").write_text('{"eos_token_id": 256}')
     assert find_eos_ids(tokenizer, tmp_path) == [256, 258]
+
+
+def test_end_tokens_are_those_of_another_tokenizer(tmp_path: Path, tokenizer: Any) -> None:
+    model, name = ROOT / "src/prime_rl/assets/tiny-qwen3", str(tmp_path / "other")
+    assert load_eos_ids(model) == [258, 256] and find_eos_ids(tokenizer, model, name) == []
+    other = build_tokenizer(tmp_path / "other", CHATML, ["<|im_end|>", "<|im_start|>", "<x>"], [], {})
+    assert other.convert_tokens_to_ids(["<|im_end|>", "<x>"]) == [256, 258]
+    assert find_eos_ids(other, model, name) == [256]
 
 
 def test_loss_is_a_token_mean(tmp_path: Path) -> None:
