@@ -48,7 +48,7 @@ def load_environment(
 
     Problems are made on the spot (2000 unless a number is given), or read from `dataset_name`: a hub dataset such as
     PrimeIntellect/Hendrycks-Math, or a JSON lines file, with the columns `question_key` and `answer_key`. The last
-    `num_eval_examples` rows are held out, but never all. With `difficulty_key`, a column with the average reward of
+    `num_eval_examples` rows are held out, at most half. With `difficulty_key`, a column with the average reward of
     some model, rows outside `min_avg_reward` to `max_avg_reward` are left out. `math_verify_timeout` is in seconds.
     """
     num_held_out = 200 if num_eval_examples < 0 else num_eval_examples
@@ -64,7 +64,7 @@ def load_environment(
             random.Random(seed).shuffle(problems)
         if not problems:
             raise ValueError(f"dataset_name {dataset_name}: it has no rows to train on")
-        cut = max(len(problems) - num_held_out, 1)
+        cut = len(problems) - min(num_held_out, len(problems) // 2)
         train, held_out = problems[:cut], problems[cut:]
         train = train if num_train_examples < 0 else train[:num_train_examples]
     parser = vf.Parser(extract_fn=extract_answer)

@@ -31,8 +31,8 @@ def load_environment(
     """One turn: the user gives a text, the model answers with it reversed, in a tag.
 
     Texts are random words (1000 to train, unless a number is given) unless `dataset_name` names a hub dataset or a
-    JSON lines file with a `prompt` column, of which the last `num_eval_examples` rows are held out. Reward: similarity
-    to the true reversal, 0 to 1.
+    JSON lines file with a `prompt` column, of which the last `num_eval_examples` rows are held out, at most half.
+    Reward: similarity to the true reversal, 0 to 1.
     """
     num_held_out = 256 if num_eval_examples < 0 else num_eval_examples
     if dataset_name is None:
@@ -121,7 +121,7 @@ def _read_texts(name: str, split: str, num_eval: int) -> tuple[list[str], list[s
     is_file = Path(name).is_file()
     dataset = load_dataset("json", data_files=name, split=split) if is_file else load_dataset(name, split=split)
     texts = [str(text).strip() for text in dataset["prompt"]]  # as the parser strips answers
-    num_eval = max(min(num_eval, len(texts) - 1), 0)
+    num_eval = min(num_eval, len(texts) // 2)
     return texts[: len(texts) - num_eval], texts[len(texts) - num_eval :]
 
 

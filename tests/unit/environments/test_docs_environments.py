@@ -49,7 +49,7 @@ def test_data_from_a_file(tmp_path: Path) -> None:
     env = load(tmp_path, 1, data=str(tmp_path / "rows.jsonl"), num_eval_examples=4)
     assert (len(env.rows()), len(env.rows("eval"))) == (7, 4)
     few = load_environment("docs_own_data", {"data": str(tmp_path / "rows.jsonl")}, search_dirs=[tmp_path])
-    assert (len(few.rows()), len(few.rows("eval"))) == (1, 10)
+    assert (len(few.rows()), len(few.rows("eval"))) == (6, 5)
     assert {r.reward for r in play(env, env.rows(), lambda _: lambda __: " yes ")} == {1.0}
 
 
