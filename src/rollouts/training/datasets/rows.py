@@ -25,7 +25,7 @@ OTHER_SPLITS = frozenset("test validation valid val dev eval".split())
 ROLLOUTS = "rollouts"
 """Folder of all rollouts, kept or dropped, beside the files of `synthesize`."""
 JSON_COLUMNS = frozenset(["messages", "conversations", "tools", "chat_template_kwargs", "info"])
-"""CSV columns with JSON values."""
+"""CSV columns with JSON values; `info` may be text as well."""
 MAX_CSV_CELL = 2**30
 
 NO_SUCH_PART = re.compile("Config name is missing|BuilderConfig '.*' not found|Unknown split")
@@ -170,6 +170,8 @@ def _iter_csv(path: Path) -> Iterator[Row]:
 def _parse_cell(cell: str, name: str, where: str) -> Any:
     if name not in JSON_COLUMNS or not cell.strip():
         return cell if name not in JSON_COLUMNS else None
+    if name == "info" and not cell.lstrip().startswith(("{", "[")):
+        return cell
     try:
         return json.loads(cell)
     except (ValueError, RecursionError) as error:
