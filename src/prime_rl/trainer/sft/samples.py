@@ -40,6 +40,7 @@ class Tokenizer(Protocol):
     """The used part of the Hugging Face tokenizer interface."""
 
     chat_template: str | None
+    bos_token_id: int | None
     eos_token_id: int | None
     all_special_ids: list[int]
 
@@ -285,17 +286,20 @@ def check_data(config: SFTDataConfig, tokenizer: Tokenizer) -> None:
 
 
 def render_text(text: PlainText, index: int, tokenizer: Tokenizer) -> Sample:
-    """Plain text sample with EOS."""
+    """Plain text sample with EOS, also if the text ends with it."""
     before = encode_beginning(text.prompt, tokenizer)
     after = encode_completion(text, before, tokenizer)
-    after += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    after += end if after[-1:] != end else []
     mask = [0.0] * len(before) + [1.0] * len(after)
     return Sample(prompt=text.prompt, tokens=before + after, loss_mask=mask, index=index, status=Status.COMPLETED)
 
 
 def encode_beginning(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of text that goes on: with the begin token, but without an end token that the tokenizer adds."""
+    """The token ids of text that goes on: with one begin token, but without an end token that the tokenizer adds."""
     ids, end = encode_text(tokenizer, text, add_special_tokens=True), [tokenizer.eos_token_id]
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # that of the text and the tokenizer's
+        ids = ids[1:]
     if ids[-1:] != end:
         return ids
     adds_end = encode_text(tokenizer, "a", add_special_tokens=True)[-1:] == end  # else the text ends with it

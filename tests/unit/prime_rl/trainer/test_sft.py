@@ -147,7 +147,8 @@ def test_mismatched_tokenizer_is_rejected(tokenizer: Any) -> None:
 
 def test_row_without_tokens_is_reported() -> None:
     class Silent:
-        chat_template, eos_token_id, all_special_ids, all_special_tokens = None, None, [], []
+        chat_template, bos_token_id, eos_token_id = None, None, None
+        all_special_ids, all_special_tokens = [], []
 
         def __len__(self) -> int:
             return 0

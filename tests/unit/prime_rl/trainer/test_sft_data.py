@@ -115,10 +115,12 @@ def test_plain_text_has_one_end_token(has_begin: bool, adds_end: bool) -> None:
     ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|endoftext|>", end)]
     single = [*[begin] * has_begin, "$A", *[end] * adds_end]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)
+    tokenizer.bos_token = "<|endoftext|>"
     rows = [{"prompt": "ab", "completion": "ba"}, {"text": "ab"}, {"prompt": f"a{end}", "completion": f"b{end}"}]
+    rows += [{"text": f"{begin}ab{end}"}, {"prompt": f"{begin}a", "completion": "b"}]
     samples = tokenize(rows, tokenizer)
     found = [(tokenizer.decode(sample.tokens), *trained_text(sample, tokenizer)) for sample in samples]
-    parts = [("ab", f"ba{end}"), ("", f"ab{end}"), (f"a{end}", f"b{end}{end}")]
+    parts = [("ab", f"ba{end}"), ("", f"ab{end}"), (f"a{end}", f"b{end}"), ("", f"ab{end}"), ("a", f"b{end}")]
     assert found == [(begin + prompt + completion, completion) for prompt, completion in parts]
 
 
