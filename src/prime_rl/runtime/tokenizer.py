@@ -75,9 +75,11 @@ def resolve_model_dir(name: str, trust_remote_code: bool = False) -> Path:
         directory = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=SECOND_WEIGHTS))
         if not any(directory.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=[TORCH_WEIGHTS])
-        return directory
     except Exception as error:
         raise ValueError(f"model.name {name!r} is no directory and {describe_hub_error(error)}") from error
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"model.name {name!r} has no config.json on the hub: {_suggest_model(directory)}")
+    return directory
 
 
 def _suggest_model(path: Path) -> str:
@@ -88,7 +90,7 @@ def _suggest_model(path: Path) -> str:
     if (path / "adapter_config.json").is_file():
         return "it is a LoRA adapter, give the model that it was trained on"
     inside = sorted(file.parent for file in path.glob("*/config.json"))
-    return f"did you mean {inside[0]}?" if inside else "give the directory of a Hugging Face model"
+    return f"did you mean {inside[0]}?" if inside else "give a Hugging Face model, or the path of a GGUF file"
 
 
 def check_weights(directory: Path, random_init: bool) -> None:

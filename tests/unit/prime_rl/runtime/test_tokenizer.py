@@ -187,6 +187,7 @@ def test_weights_in_a_second_form_are_not_downloaded(tmp_path: Path, monkeypatch
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    (tmp_path / "config.json").write_text("{}")
     assert resolve_model_dir("owner/twice") == tmp_path
     assert found == files
 
@@ -206,6 +207,16 @@ def test_weights_in_torch_format_are_the_second_choice(
     assert resolve_model_dir("owner/model") == tmp_path
     weights = "model.safetensors" if has_both else "pytorch_model-00001-of-00001.bin"
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", weights}
+
+
+def test_repositories_without_a_model_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"'owner/x' has no config\.json on the hub: give .* the path of a GGUF file"):
+        load_tokenizer("owner/x")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has no config\.json on the hub: it is a LoRA adapter, give the model"):
+        load_tokenizer("owner/x")
 
 
 def test_the_fingerprint_has_the_weights_that_are_read(tmp_path: Path) -> None:
