@@ -196,4 +196,4 @@ def read_chat_template(text_or_path: str) -> str:
             f"tokenizer.chat_template = {text_or_path!r} is neither a file nor a template: give the path of a file, or "
             "text with {{ }}"
         )
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")

@@ -120,7 +120,7 @@ def test_developer_is_system_unless_the_template_has_it() -> None:
 
 def test_a_template_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}!")
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}!", encoding="utf-8-sig")
     long = "{# " + "c" * 300 + " #}{{ messages[0].content }}!"  # longer than a file name may be
     for template in ("{{ messages[0].content }}!", long, str(tmp_path / "t.jinja"), "~/t.jinja"):
         ids = render_chat(load_tokenizer("tiny-qwen3", template), [{"role": "user", "content": "hi"}])
