@@ -333,8 +333,10 @@ def render_turns(conversation: Conversation, chat: ChatRenderer, index: int = 0)
 
 
 def is_empty_turn(message: Message) -> bool:
-    """Whether an assistant message has no text, reasoning or tool call."""
-    return message.get("role") == ASSISTANT and not (message.get("content") or has_more_than_content(message))
+    """Whether an assistant message has no text other than white space, which templates may strip, and no tool call."""
+    texts = (message.get(key) for key in ("content", "reasoning_content"))
+    has_text = any(text.strip() if isinstance(text, str) else text for text in texts)
+    return message.get("role") == ASSISTANT and not (has_text or message.get("tool_calls"))
 
 
 def find_trained_turns(conversation: Conversation, roles: Collection[str] = (ASSISTANT,)) -> Iterator[tuple[int, int]]:
