@@ -75,15 +75,15 @@ def extract_boxed(text: str) -> str:
 def parse_number(text: str) -> Fraction | None:
     """The one number a text consists of, exactly, or None.
 
-    Around it may stand a currency sign, a percent sign, stars, or words; thousands may be separated by commas;
-    \\frac{a}{b} and a/b are fractions. Two numbers are none.
+    Around it may stand a currency sign, a percent sign, an equals sign before it, stars, styles of LaTeX, or words,
+    also in parentheses; thousands may be separated by commas; \\frac{a}{b} and a/b are fractions. Two numbers are none.
     """
     if len(text) > MAX_ANSWER_LENGTH:
         return None
     text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text.replace("−", "-"))
     text = re.sub(r"\\[dt]?frac\s*(\d)\s*(\d)", r"\1/\2", re.sub(r"^\s*(\*{1,3})(.*?)\1\s*$", r"\2", text))
-    text = re.sub(r"\\[$%!,;: ]|\\(?:text|mathrm|mbox)\b|[{}$~]", "", text)
-    text = re.sub(r"^\s*[A-Za-z]\s*=", "", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text))
+    text = re.sub(r"\\[$%!,;: ]|\\(?:text|textbf|mathrm|mathbf|mbox|displaystyle)\b|[{}$~]", "", text)
+    text = re.sub(r"^\s*(?:[A-Za-z]\s*)?=|\s\([A-Za-z ]+\)\s*$", "", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text))
     text = re.sub(r"^\s*-\s+(?=[\d.])", "-", text)
     numbers = re.findall(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:\s*/\s*\d+)?", text)
     if len(numbers) != 1 or re.search(r"[=^*_<>()\\]|\d\s*!|[A-Za-z]\s*\+|\b[A-Za-z]\s*-", text):

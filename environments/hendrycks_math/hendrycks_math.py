@@ -89,7 +89,7 @@ async def correct_answer(
         return 0.0
     if "".join(given.split()) == "".join(answer.split()):
         return 1.0
-    verdict = await checker.check(answer, given)
+    verdict = await checker.check(answer, given.rstrip("."))
     state["check_timed_out"] = verdict is Verdict.TIMED_OUT
     return float(verdict is Verdict.RIGHT)
 

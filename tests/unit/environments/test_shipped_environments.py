@@ -190,6 +190,8 @@ def test_packages_are_complete() -> None:
         ("hendrycks-math", "<think>\\boxed{{{answer}}}", 0.0),
         ("hendrycks-math", "\\boxed{{{answer}}} \\boxed{{\\text{{no}}}}", 0.0),
         ("hendrycks-math", "\\boxed{{\\boxed{{{answer}}}}}", 1.0),
+        ("hendrycks-math", "\\boxed{{{answer}.}}", 1.0),
+        ("hendrycks-math", "\\boxed{{..}}", 0.0),
         ("hendrycks-math", "\\boxed{{" + "1+" * 5000 + "1}}", 0.0),
         ("reverse-text", "{answer}", 0.0),
         ("reverse-text", "<reversed_text>{answer}", 0.0),
@@ -209,7 +211,9 @@ def test_tricks_of_single_answers(environments: Any, name: str, reply: str, rewa
         ("-5", -5), ("−5", -5), (".5", Fraction(1, 2)), ("3 / 2", Fraction(3, 2)), ("18\\text{ km}", 18), ("n=4", 4),
         ("- 5", -5), ("-\\$ 5", -5), ("**18**", 18), ("\\frac12", Fraction(1, 2)), ("6!", None), ("12 - 4", None),
         ("1,2", None), ("", None), ("ten", None), ("2^3", None), ("1/0", None), ("5 \\times 3", None), ("x+18", None),
-        ("10^{10000000}", None), ("2 = 18", None), ("9" * 101, None),
+        ("10^{10000000}", None), ("2 = 18", None), ("9" * 101, None), ("=18", 18), ("\\mathbf{18}", 18),
+        ("\\textbf{18 eggs}", 18), ("\\displaystyle 18", 18), ("18 (dollars)", 18), ("18 (or 19)", None),
+        ("2 (x+y)", None),
     ],
 )  # fmt: skip
 def test_numbers_as_people_write_them(environments: Any, text: str, number: Any) -> None:
