@@ -226,8 +226,8 @@ def _read_names(names: Sequence[str] | None, dataset_name: str | None, split: st
     if names is not None and dataset_name is not None:
         raise ValueError("names and dataset_name both say where names come from: give one of them")
     if dataset_name is not None:
-        is_file = Path(dataset_name).is_file()
-        rows = load_dataset("json", data_files=dataset_name, split="train") if is_file else None
+        path = Path(dataset_name).expanduser()
+        rows = load_dataset("json", data_files=str(path), split="train") if path.is_file() else None
         rows = load_dataset(dataset_name, split=split) if rows is None else rows
         if "names" not in rows.column_names:
             raise ValueError(f"dataset_name {dataset_name}: need a column names, found {', '.join(rows.column_names)}")

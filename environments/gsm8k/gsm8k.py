@@ -180,7 +180,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def _read_problems(name: str | None, folder: str | None, split: str, count: int) -> list[tuple[str, str]]:
     """Questions with the text behind #### in their answers."""
     if folder is not None:
-        path = Path(folder) / f"{split}.jsonl"
+        path = Path(folder).expanduser() / f"{split}.jsonl"
         if not path.is_file():
             raise ValueError(
                 f"data_dir {folder}: it has no file {path.name}; it should hold train.jsonl and test.jsonl"

@@ -219,8 +219,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_rows(name: str, subset: str, split: str) -> list[dict[str, Any]]:
-    if Path(name).is_file():
-        return _read_lines(Path(name))
+    if (path := Path(name).expanduser()).is_file():
+        return _read_lines(path)
     return list(load_dataset(name, subset, split=split))
 
 

@@ -18,7 +18,7 @@ def load_environment(path: str, num_examples: int = -1, seed: int = 0) -> dict[s
         from lm_eval.tasks.ifeval import utils
     except ImportError as error:
         raise ValueError("environment ifeval needs the checkers of lm-eval: pip install 'lm-eval[ifeval]'") from error
-    rows = _read_lines(Path(path))
+    rows = _read_lines(Path(path).expanduser())
     if num_examples >= 0:
         rows = random.Random(seed).sample(rows, num_examples)
 

@@ -118,8 +118,9 @@ def _split_of(text: str) -> str:
 
 
 def _read_texts(name: str, split: str, num_eval: int) -> tuple[list[str], list[str]]:
-    is_file = Path(name).is_file()
-    dataset = load_dataset("json", data_files=name, split=split) if is_file else load_dataset(name, split=split)
+    path = Path(name).expanduser()
+    dataset = load_dataset("json", data_files=str(path), split=split) if path.is_file() else None
+    dataset = load_dataset(name, split=split) if dataset is None else dataset
     texts = [str(text).strip() for text in dataset["prompt"]]  # as the parser strips answers
     num_eval = min(num_eval, len(texts) // 2)
     return texts[: len(texts) - num_eval], texts[len(texts) - num_eval :]

@@ -276,7 +276,7 @@ def split_of(name: bytes) -> str:
 def iterate_files(levels: Iterable[str] | str) -> Iterator[Path]:
     """The files meant by a path, a folder of .txt files, or several of them. `ValueError` when there are none."""
     for name in [levels] if isinstance(levels, str) else levels:
-        path = Path(name)
+        path = Path(name).expanduser()
         files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
         if not files or not files[0].is_file():
             raise ValueError(f"levels {name!r}: no such file, and no folder with .txt files")

@@ -118,10 +118,11 @@ def build_pages(num_pages: int, seed: int, topics: Sequence[str] = TOPICS) -> tu
 
 def read_pages(path: str) -> list[Page]:
     """Pages of a JSON lines file with the columns title, content and optionally id. `ValueError` for another file."""
-    if not Path(path).is_file():
+    file = Path(path).expanduser()
+    if not file.is_file():
         raise ValueError(f"corpus {path!r}: no such file; it should have JSON lines with title and content")
     pages = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:

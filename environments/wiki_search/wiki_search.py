@@ -201,8 +201,9 @@ def _split_of(text: str) -> str:
 
 
 def _read_questions(name: str, split: str) -> list[tuple[str, str]]:
-    is_file = Path(name).is_file()
-    rows = load_dataset("json", data_files=name, split="train") if is_file else load_dataset(name, split=split)
+    path = Path(name).expanduser()
+    rows = load_dataset("json", data_files=str(path), split="train") if path.is_file() else None
+    rows = load_dataset(name, split=split) if rows is None else rows
     if missing := {"question", "answer"} - set(rows.column_names):
         raise ValueError(f"dataset_name {name}: it has no column {', '.join(sorted(missing))}")
     return [(str(row["question"]), str(row["answer"])) for row in rows]

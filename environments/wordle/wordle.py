@@ -242,7 +242,7 @@ def _split_of(word: str) -> str:
 
 def _read_words(words: Sequence[str] | str | None) -> list[str]:
     if words is None or isinstance(words, str):
-        path = Path(words) if words else Path(__file__).with_name("words.txt")
+        path = Path(words).expanduser() if words else Path(__file__).with_name("words.txt")
         if not path.is_file():
             raise ValueError(f"words {words!r}: no such file; give a list, or a file with one word a line")
         words = path.read_text(encoding="utf-8-sig").split()

@@ -275,6 +275,32 @@ def test_files_may_begin_with_a_byte_order_mark(tmp_path: Path, name: str) -> No
         load_environment(name, args)
 
 
+LETTERS = "ABCDEFGHIJKLMNOP"
+OF_A_USER: list[tuple[str, str, str, str]] = [
+    ("gsm8k", "data_dir", "train.jsonl", '{"question": "1 + 2?", "answer": "#### 3"}\n'),
+    ("hendrycks-math", "dataset_name", "rows.jsonl", '{"question": "1 + 2?", "answer": "3"}\n' * 2),
+    ("reverse-text", "dataset_name", "rows.jsonl", '{"prompt": "ab"}\n' * 2),
+    ("alphabet-sort", "dataset_name", "rows.jsonl", "".join(f'{{"names": "{c}daLi{c.lower()}"}}\n' for c in LETTERS)),
+    ("wiki-search", "corpus", "rows.jsonl", '{"title": "Old Mill", "content": "A mill."}\n'),
+    ("wordle", "words", "words.txt", "crane\neerie\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "file", "lines"), OF_A_USER)
+def test_paths_may_begin_with_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, key: str, file: str, lines: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (tmp_path / file, tmp_path / "test.jsonl"):
+        path.write_text(lines)
+    args = {key: "~" if key == "data_dir" else f"~/{file}"}
+    if name == "wiki-search":
+        questions = [{"question": f"What did mill {i} grind?", "answer": "rye"} for i in range(40)]
+        (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+        args["dataset_name"] = "~/questions.jsonl"
+    assert load_environment(name, args | {"held_out_words": False} if name == "wordle" else args).rows()
+
+
 def test_answer_equivalence_and_checker_timeout(environments: Any) -> None:
     environments("hendrycks-math")
     checker = sys.modules["hendrycks_math_checker"].MathChecker(max_workers=1, timeout_s=1.5)
