@@ -15,7 +15,7 @@ from nanochat.engine import Engine
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.environments.protocol import Environment, Row
-from rollouts.training.metrics import compute_pass_at_k
+from rollouts.training.metrics import compute_pass_at_k, reaches
 
 LETTERS = "ABCDE"
 ROWS_AT_ONCE = 32
@@ -101,7 +101,7 @@ def _score(index: int, rollouts: Sequence[Rollout]) -> QuestionScore:
         for name, value in rollout.metrics.items():
             scored.metrics.setdefault(name.removesuffix("_reward"), []).append(value)
         right = rollout.metrics.get("exact_match_reward", rollout.reward)
-        scored.correct += has_reward and right >= 1.0
+        scored.correct += has_reward and reaches(right, 1.0)
     return scored
 
 

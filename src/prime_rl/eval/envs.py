@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollouts.training.metrics import compute_interval, compute_pass_at_k, compute_stats
+from rollouts.training.metrics import compute_interval, compute_pass_at_k, compute_stats, reaches
 
 if TYPE_CHECKING:
     from prime_rl.generation.resume_log import Result
@@ -32,7 +32,7 @@ def summarize(groups: Sequence[Sequence[Result]], num_rollouts: int, pass_thresh
     summary[f"{average}/stderr"] = compute_standard_error(means)
     for k in powers_of_two(num_rollouts):
         estimates = [
-            compute_pass_at_k(len(group), sum(reward >= pass_threshold for reward, _ in group), k)
+            compute_pass_at_k(len(group), sum(reaches(reward, pass_threshold) for reward, _ in group), k)
             for group in scored
             if len(group) >= k
         ]

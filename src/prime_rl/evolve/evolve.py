@@ -142,12 +142,13 @@ class EvolveSession:
     async def search(self, context: str) -> Search:
         """Run the search; `ValueError` if the budget does not suffice for the first context."""
         from prime_rl.evolve.search import Search
+        from rollouts.training.metrics import reaches
 
         examples, spent, known = list(range(len(self.rows))), 0, dict[int, float]()
         self._check_budget(len(examples) * (2 if self.config.examples == "failed" and context else 1))
         if self.config.examples == "failed":
             scores, spent = await self.evaluate(-1, "", examples), len(examples) * self.num_rollouts
-            examples = [i for i in examples if scores[i] < self.config.stop_reward]
+            examples = [i for i in examples if not reaches(scores[i], self.config.stop_reward)]
             if not examples:
                 raise ValueError(f'{SOLVED}: set examples = "all"')
             known = {} if context else {i: scores[i] for i in examples}

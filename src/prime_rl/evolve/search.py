@@ -18,6 +18,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
 
+from rollouts.training.metrics import reaches
+
 
 class CandidateStatus(StrEnum):
     """Result of a proposal."""
@@ -115,13 +117,13 @@ class Search:
             self.num_rollouts + len(self.examples) * self.cost <= limits.budget
             and len(self.candidates) <= limits.max_proposals
             and self.num_repeats < limits.max_repeats
-            and any(score < limits.stop_reward for score in self.best.scores.values())
+            and any(not reaches(score, limits.stop_reward) for score in self.best.scores.values())
         )
 
     def _draw_minibatch(self, parent: Candidate, rng: random.Random) -> list[int]:
         """Half of the minibatch, rounded up, from the examples that the parent fails, the rest from all others."""
         size = min(self.limits.minibatch_size, len(self.examples))
-        failed = [i for i in self.examples if parent.scores[i] < self.limits.stop_reward]
+        failed = [i for i in self.examples if not reaches(parent.scores[i], self.limits.stop_reward)]
         chosen = rng.sample(failed, min(len(failed), (size + 1) // 2))
         others = [i for i in self.examples if i not in set(chosen)]
         return sorted(chosen + rng.sample(others, size - len(chosen)))

@@ -17,6 +17,7 @@ from prime_rl.configuration.imports import check_arguments, import_function
 from prime_rl.orchestrator.config import BufferConfig, OrchestratorConfig
 from prime_rl.orchestrator.policy_version import PolicyVersion
 from rollouts.training.environments import Environment, Row
+from rollouts.training.metrics import reaches
 from rollouts.training.rollout_gen.groups import DropReason, Outcome
 
 Prompt = dict[str, Any]  # {"id": position, "env": name, "row": the environment's row}
@@ -259,9 +260,9 @@ class PromptBuffer:
 
     def _pool_for(self, reward: float) -> PromptPool | None:
         easy, hard = self.config.easy_threshold, self.config.hard_threshold
-        if easy is not None and reward >= easy:
+        if easy is not None and reaches(reward, easy):
             return PromptPool.EASY
-        return PromptPool.HARD if hard is not None and reward <= hard else None
+        return PromptPool.HARD if hard is not None and reaches(hard, reward) else None
 
     def _env_of(self, position: int) -> EnvCursor:
         return next(env for env in reversed(self.envs) if env.first_id <= position)

@@ -11,6 +11,7 @@ from prime_rl.configuration.imports import import_function
 from prime_rl.orchestrator.config import BufferConfig, FilterConfig
 from rollouts.training.advantages import split_groups
 from rollouts.training.filters import Filter
+from rollouts.training.metrics import REWARD_DIGITS
 from rollouts.training.rollout_gen.groups import DropReason, mean_reward
 from rollouts.training.types import Sample, settle
 
@@ -26,7 +27,7 @@ def build_group_filter(config: BufferConfig) -> Callable[[list[Sample]], Awaitab
     accepts = [(filter_config.name, build_filter(filter_config)) for filter_config in config.filters]
 
     async def reject_reason(samples: list[Sample]) -> str | None:
-        if config.online_difficulty_filtering and (mean := mean_reward(samples)) in (0.0, 1.0):
+        if config.online_difficulty_filtering and (mean := round(mean_reward(samples), REWARD_DIGITS)) in (0.0, 1.0):
             return DropReason.EASY if mean else DropReason.HARD
         seats = split_groups(samples)
         for name, accept in accepts:

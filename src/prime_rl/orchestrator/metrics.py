@@ -10,6 +10,7 @@ from typing import Any
 
 from prime_rl.orchestrator.distillation.context import first_user_text
 from rollouts.training.advantages import split_groups
+from rollouts.training.metrics import reaches
 from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer
 from rollouts.training.rollout_gen.token_ledger import TokenLedger
 from rollouts.training.types import Sample, Status
@@ -36,8 +37,8 @@ def compute_batch_metrics(samples: list[Sample], *, step: int, version: int, num
         **_summary("reward", scores),
         "reward/std": pstdev(scores),
         "frac_reward_zero_std": fmean(max(group) == min(group) for group in rewards),
-        "batch/solve_none": fmean(max(group) <= 0 for group in rewards),
-        "batch/solve_all": fmean(min(group) >= 1 for group in rewards),
+        "batch/solve_none": fmean(reaches(0, max(group)) for group in rewards),
+        "batch/solve_all": fmean(reaches(min(group), 1) for group in rewards),
         "batch/effective_batch_size": fmean(max(group) > min(group) for group in rewards),
         "batch/async_level": float(max(step - 1 - version, 0)),
         "batch/overlong": 1.0 - num_kept / len(samples),

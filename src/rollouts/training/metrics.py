@@ -21,6 +21,8 @@ _writing = threading.Lock()
 """Serializes the threads of this process; the file lock only excludes other processes. Without both, a line that is
 being written would look truncated."""
 os.register_at_fork(after_in_child=_writing._at_fork_reinit)  # type: ignore[attr-defined]
+REWARD_DIGITS = 9
+"""Decimal places of a reward that count: a weighted sum of rewards that are 1 may be 0.9999999999999999."""
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 
@@ -220,6 +222,11 @@ def compute_stats_from_jsonl(file: Path, key: str) -> dict[str, float]:
     values = (row.get(key) for row in load_jsonl(Path(file)))
     stats = compute_stats(v for v in values if isinstance(v, (int, float)))
     return {name: stats[name] for name in ("mean", "min", "max", "std")}
+
+
+def reaches(reward: float, threshold: float) -> bool:
+    """Whether `reward` is at least `threshold`, up to rounding of its sum."""
+    return reward >= threshold - 10**-REWARD_DIGITS
 
 
 def compute_pass_at_k(n: int, c: int, k: int) -> float:

@@ -120,6 +120,7 @@ def test_pass_at_k_threshold() -> None:
     assert summary["pass@1"] == 0.5
     assert summary["pass@2"] == pytest.approx(5 / 6)  # 1 - C(2, 2) / C(4, 2)
     assert summary["pass@4"] == 1.0
+    assert summarize([[rollout(0.7 + 0.2 + 0.1)]], 1)["pass@1"] == 1.0, "a perfect rollout, rounded"
     assert envs.powers_of_two(6) == [1, 2, 4, 6]
     assert envs.powers_of_two(8) == [1, 2, 4, 8]
 

@@ -195,6 +195,18 @@ def test_duplicate_and_empty_proposals_cost_nothing() -> None:
     assert search.num_rollouts == 10
 
 
+def test_a_rounded_reward_ends_the_search() -> None:
+    async def evaluate(number: int, text: str, examples: Sequence[int]) -> dict[int, float]:
+        return dict.fromkeys(examples, 0.7 + 0.2 + 0.1)
+
+    async def propose(number: int, parent: Candidate, examples: Sequence[int]) -> str:
+        raise AssertionError("every example is solved")
+
+    search = Search(EvolveConfig.model_validate({"budget": 100}), range(5), 2, evaluate, propose)
+    anyio.run(search.run, "x")
+    assert search.num_rollouts == 10
+
+
 def test_search_ends_when_the_proposer_repeats_itself(api: FakeApi, tmp_path: Path) -> None:
     config = build_config(tmp_path, "repeat", max_repeats=3, max_proposals=100)
     statuses = [c.status.value for c in run(config, api).candidates]

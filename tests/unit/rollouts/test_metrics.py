@@ -31,6 +31,7 @@ from rollouts.training.metrics import (
     keep_last_attempts,
     load_jsonl,
     load_last_attempts,
+    reaches,
 )
 
 
@@ -223,6 +224,11 @@ def test_pass_at_k_counts_the_draws(n: int, c: int, k: int) -> None:
 def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match="samples"):
         compute_pass_at_k(n, c, k)
+
+
+def test_a_sum_that_is_rounded_reaches_its_threshold() -> None:
+    assert 0.7 + 0.2 + 0.1 < 1 and reaches(0.7 + 0.2 + 0.1, 1) and reaches(1.0, 1)
+    assert not reaches(1 - 1e-6, 1) and not reaches(math.nan, 1)
 
 
 def test_public_api_is_lazy_and_complete() -> None:

@@ -41,6 +41,13 @@ def test_rewards_get_named_arguments_and_weights() -> None:
     check(wire, rollout_to_samples(rollout))
 
 
+@pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (0.6, 0.3, 0.1), (0.4, 0.3, 0.2, 0.1)])
+def test_weights_of_sum_1_give_a_reward_of_1(weights: tuple[float, ...]) -> None:
+    rewards = [(functools.partial(lambda answer, i: 1.0, i=i), weight) for i, weight in enumerate(weights)]
+    _, [rollout] = run(PlainEnvironment(ROWS, rewards), "5")
+    assert rollout.reward == 1.0
+
+
 def test_a_textual_example_id_becomes_the_source_id() -> None:
     rows = [{"prompt": "p", "example_id": given} for given in ("gsm8k-17", None, 5)]
     environment = PlainEnvironment([*rows, {"prompt": "p"}], lambda row: len(row["src_id"]))

@@ -14,6 +14,7 @@ from typing import Any
 from prime_rl.client.contexts import Context
 from prime_rl.orchestrator.distillation.config import ContextFrom, default_template
 from rollouts.training.agent_integration import Rollout
+from rollouts.training.metrics import reaches
 from rollouts.training.types import Sample
 
 MIN_WITHOUT_FEEDBACK = 32
@@ -95,7 +96,7 @@ def _choose(
             return {}
         return {"feedback": found.feedback, "completion": found.completion, "reward": f"{found.reward:g}"}
     index = None if rollout is None else rollout.index
-    siblings = [one for one in group if one.index != index and one.reward >= success_reward]
+    siblings = [one for one in group if one.index != index and reaches(one.reward, success_reward)]
     if not siblings:
         return {}
     one = random.Random(f"{seed}/{row.get('example_id')}/{index}").choice(siblings)
@@ -115,7 +116,7 @@ class FeedbackCheck:
             self._num_without[env] = -1  # seen: the others have no feedback for reasons of their own
         if (num := self._num_without.get(env, 0)) < 0:
             return
-        num += sum(one.reward < self.success_reward for one in group)
+        num += sum(not reaches(one.reward, self.success_reward) for one in group)
         self._num_without[env] = num
         if num >= MIN_WITHOUT_FEEDBACK:
             raise ValueError(

@@ -158,6 +158,7 @@ class PlainEnvironment:
         text, messages = completion_text(rollout.completion), rollout.completion
         values = (text, messages, row["prompt"], row.get("answer"), row.get("info"), row, state)
         known = dict(zip(REWARD_PARAMETERS, values, strict=True))
+        terms = list[float]()
         for name, (function, weight) in zip(self._reward_names, self.rewards, strict=True):
             try:
                 value = await settle(function(**_select_arguments(function, known)))
@@ -165,7 +166,8 @@ class PlainEnvironment:
                 raise RewardError(f"{name}: {locate_error(error)}") from error
             value = check_reward(name, value)
             rollout.metrics = {**rollout.metrics, name: value}
-            rollout.reward += weight * value
+            terms.append(weight * value)
+        rollout.reward = math.fsum(terms)  # rewards of 1 with weights .7, .2 and .1 are 1, not 0.9999999999999999
 
 
 def name_rewards(functions: Sequence[Reward]) -> list[str]:

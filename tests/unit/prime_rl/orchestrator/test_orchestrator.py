@@ -832,6 +832,9 @@ def test_batch_metrics_in_closed_form() -> None:
         "progress/problems": 2, "progress/samples": 4, "progress/tokens": 14, "reward/e": 0.25, "batch/e": 1,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == expected
+    rounded = [scored(0, 0, 0.7 + 0.2 + 0.1), scored(1, 0, 0.3 - 0.1 - 0.2)]
+    metrics = compute_batch_metrics(rounded, step=1, version=0, num_kept=2)
+    assert metrics["batch/solve_none"] == metrics["batch/solve_all"] == 0.5
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -850,6 +853,8 @@ def test_online_difficulty_filtering() -> None:
     assert judge([scored(0, 0, 1.0), scored(0, 1, 1.0)]) == "easy"
     assert judge([scored(0, 0, 0.0)]) == "hard"
     assert judge([scored(0, 0, 1.0), scored(0, 1, 0.0)]) is None
+    assert judge([scored(0, i, 0.7 + 0.2 + 0.1) for i in range(2)]) == "easy", "1, rounded"
+    assert judge([scored(0, i, 0.3 - 0.2 - 0.1) for i in range(2)]) == "hard", "0, rounded"
 
 
 def test_invalid_configs_raise(environments: dict[str, Environment], engine: FakeEngine, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rollouts.training.types import Sample
 ROW = {"example_id": 3, "prompt": [{"role": "user", "content": "1+1?"}], "answer": "2", "info": {"unit": "apples"}}
 GROUP = [
     RolloutOutcome(0, "3", 0.0, "too large"),
-    RolloutOutcome(1, "2", 1.0),
+    RolloutOutcome(1, "2", 0.7 + 0.2 + 0.1),  # 1, rounded
     RolloutOutcome(2, "2!", 1.0, ""),
     RolloutOutcome(3, "5", 0.5, "no"),
 ]
@@ -187,7 +187,7 @@ def test_feedback_missing_everywhere_ends_the_run() -> None:
     message = r'none of 32 unsuccessful rollouts of world has state\["feedback"\]: set it in a reward function'
     with pytest.raises(ValueError, match=message):
         score({"context_from": "feedback"}, silent, MIN_WITHOUT_FEEDBACK // 4)
-    solved = [RolloutOutcome(i, "2", 1.0) for i in range(4)]
+    solved = [RolloutOutcome(i, "2", 0.7 + 0.2 + 0.1) for i in range(4)]
     score({"context_from": "feedback"}, solved, MIN_WITHOUT_FEEDBACK)
     score({"context_from": "feedback"}, [*silent, RolloutOutcome(4, "3", 0.0, "no")], MIN_WITHOUT_FEEDBACK)
 

@@ -120,7 +120,7 @@ def test_easy_and_hard_prompts_are_skipped_and_counted() -> None:
     assert metrics["evicted_examples/easy"] == metrics["evicted_examples/hard"] == 1
     assert buffer.take_metrics()["evicted_examples/easy"] == 0
     assert set(draw(buffer, 8)) == {"a2", "a3"}
-    buffer.record_outcomes([Outcome(2, 1.0), Outcome(3, 1.0)])
+    buffer.record_outcomes([Outcome(2, 0.9 - 1e-16), Outcome(3, 1.0)])
     assert set(draw(buffer, 8)) == {"a0", "a1", "a2", "a3"}, "with nothing left, all come back"
 
 
