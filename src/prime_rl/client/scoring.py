@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, fsum
 from typing import Any, Protocol
 
 import msgspec
@@ -14,6 +14,8 @@ import msgspec
 from prime_rl.utils.client import InferenceClient
 
 FULL = -1
+MIN_TAIL_MASS = 2.0**-24
+"""Resolution of 1 - p in fp32: where the top tokens have more, the mass of the others is unknown, but not 0."""
 
 
 class PackedScores(msgspec.Struct):
@@ -140,5 +142,10 @@ def _from_rows(rows: list[dict[str, Any]], tokens: list[int], top: int) -> Score
         best = sorted(((entry["logprob"], int(token)) for token, entry in row.items()), reverse=True)[:top]
         ids.extend(token for _, token in best)
         values.extend(value for value, _ in best)
-        tails.append(max(0.0, 1.0 - sum(exp(value) for value, _ in best)))
+        tails.append(compute_tail_mass(value for value, _ in best))
     return ScoredTokens(logprobs, top, ids.tobytes(), values.tobytes(), tails.tobytes())
+
+
+def compute_tail_mass(top_logprobs: Iterable[float]) -> float:
+    """The probability of all other tokens, at least `MIN_TAIL_MASS`, from the fp32 log-probs of the top tokens."""
+    return max(MIN_TAIL_MASS, 1.0 - fsum(map(exp, top_logprobs)))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from prime_rl.inference.engine import FULL, PromptLogprobs, TopLogprobs
@@ -58,7 +58,11 @@ class PromptScorer:
         if self.top == FULL:
             self.full.append(logprobs)
         best = logprobs.topk(min(max(self.top, 0), logprobs.shape[1]), dim=-1)
-        # In fp64: a tail of 1e-6 would be lost in the rounding of 1 - 0.999999.
-        self.tail_mass += (1 - best.values.double().exp().sum(-1)).clamp_(min=0).tolist()
+        self.tail_mass += _sum_others(logprobs, best.indices).tolist()
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         self.top_logprobs += [list(zip(ids, values, strict=True)) for ids, values in pairs]
+
+
+def _sum_others(logprobs: Float[Tensor, "rows vocab"], ids: Int[Tensor, "rows top"]) -> Float[Tensor, " rows"]:
+    """Probability of all tokens but `ids`: where these have nearly all, 1 - their sum is 0 or rounding noise."""
+    return logprobs.scatter(1, ids, -torch.inf).exp_().sum(-1) if ids.shape[1] else logprobs.new_ones(len(logprobs))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from prime_rl.client.scoring import compute_tail_mass
 from prime_rl.inference.detokenizer import Decode, Detokenizer, StopStringMatcher
 from prime_rl.inference.engine import (
     FULL,
@@ -151,5 +152,5 @@ def read_scores(request: GenerationRequest, meta: Mapping[str, Any]) -> PromptLo
         raise MalformedResponse(f"{len(rows)} prompt log-probs, expected {num_scored + 1}")
     top_rows = meta.get("input_top_logprobs") or [None] * len(rows)
     tops = [read_top(entries)[: params.prompt_logprobs] for entries in top_rows]
-    tails = [max(0.0, 1.0 - math.fsum(math.exp(value) for _, value in top)) for top in tops[1:]]
+    tails = [compute_tail_mass(value for _, value in top) for top in tops[1:]]
     return PromptLogprobs([float(row[0]) for row in rows[1:]], tops[1:], tails)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from openai.types.chat import ChatCompletion
 
 from prime_rl.client import http
 from prime_rl.client.http import HttpPool, ensure_open_files, exclude_from_proxies, needs_proxy
+from prime_rl.client.scoring import _from_rows
 from prime_rl.configuration.sections import ClientConfig
 from prime_rl.utils.client import InferenceClient, build_clients
 
@@ -325,3 +327,10 @@ def test_a_client_of_another_server_sends_no_headers_of_the_first() -> None:
     other = client.with_options(base_url="http://there:2/v1")
     assert (other.base_url, other.timeout_s, other.seq_len) == ("http://there:2/v1", 7, 64)
     assert "authorization" not in other.headers
+
+
+def test_tail_mass_of_prompt_logprobs_is_not_zero() -> None:
+    rows = [{"5": {"logprob": 0.0, "rank": 1}}, {"5": {"logprob": -1e-7, "rank": 1}, "6": {"logprob": -0.5, "rank": 2}}]
+    scored = _from_rows(rows, [5, 6], 1)
+    assert scored.logprobs == [0.0, -0.5]
+    assert array("f", scored.tail_mass).tolist() == pytest.approx([2.0**-24, 1e-7], rel=1e-6)

@@ -32,6 +32,7 @@ from prime_rl.inference.embedded.attention import decode_metadata, find_runs
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK, zeros
 from prime_rl.inference.embedded.prefix_cache import FIRST_SHARE, CachedPrefix, PrefixIndex
+from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
 from prime_rl.inference.embedded.sampler import adjust_logits, build_sampling_batch, filter_logprobs, sample
 from prime_rl.inference.embedded.scheduler import TOKENS_BESIDE_DECODING, ScheduledBatch
 from prime_rl.inference.embedded.sequence import Sequence
@@ -613,6 +614,16 @@ def test_a_prompt_is_scored_as_the_trainer_scores_it(budget: int) -> None:
     ):
         assert [value for _, value in top] == row.topk(5).values.tolist()
         assert tail == pytest.approx(1 - row.exp().topk(5).values.double().sum().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("gap", [10, 18, 24, 30])
+def test_tail_mass_of_a_certain_token(gap: int) -> None:
+    logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    logits[:, 7] += gap
+    scorer = PromptScorer(8, 1.0)
+    scorer._add(logits.log_softmax(-1), [7] * 4)  # in fp32 of a GPU, the log-prob of the token is 0 from 18 on
+    expected = logits.double().softmax(-1).sort(descending=True).values[:, 8:].sum(-1)
+    assert scorer.tail_mass == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("budget", [16, 2048])

@@ -20,6 +20,7 @@ from fake_sglang import FakeSGLang
 from pydantic import ValidationError
 from running_server import RunningServer, slow_down, wait_until
 
+from prime_rl.client.scoring import MIN_TAIL_MASS
 from prime_rl.config import RLConfig
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import GenerationRequest, SamplingParams
@@ -476,3 +477,12 @@ def test_malformed_responses_are_errors() -> None:
         with pytest.raises(MalformedResponse, match=words):
             read_output(request, meta, 0, lambda ids, skip: "")
     assert read_scores(GenerationRequest(PROMPT, SamplingParams(max_tokens=1)), {}) is None
+
+
+def test_tail_mass_below_the_resolution_is_not_zero() -> None:
+    request = GenerationRequest([1, 2, 3], SamplingParams(max_tokens=0, prompt_logprobs=1, prompt_start=1))
+    rows = [[None, 1, None], [0.0, 2, None], [-0.25, 3, None]]
+    scores = read_scores(
+        request, {"input_token_logprobs": rows, "input_top_logprobs": [None, *([r] for r in rows[1:])]}
+    )
+    assert scores is not None and scores.tail_mass == [MIN_TAIL_MASS, pytest.approx(1 - math.exp(-0.25))]
