@@ -85,6 +85,7 @@ class NanochatTrainer:
         everything = TokenStats()
         for part in gathered:
             everything.merge(TokenStats.decode(part))
+        everything.set_loss_count(count)
         norms = {n: float(p.grad.norm()) for n, p in self.model.named_parameters() if p.grad is not None}
         report = self.stepper.step() if teaches else self.stepper.skip("all rewards were equal", is_failure=False)
         return StepResult(report, everything.summary(), sum(len(s.tokens) for s in teaches), sync_s, norms)

@@ -213,7 +213,9 @@ class Backend:
         if global_count:
             with memory_advice():
                 self.run_micros(self._needed(micros), finish, train=True)
-        return merge_stats(stats if self.mesh.is_reporting_rank else TokenStats(), self.ranks)
+        merged = merge_stats(stats if self.mesh.is_reporting_rank else TokenStats(), self.ranks)
+        merged.set_loss_count(global_count)
+        return merged
 
     def _needed(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Micro-batches with loss; all of them with several ranks, which must run the same number."""

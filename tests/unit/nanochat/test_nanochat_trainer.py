@@ -105,6 +105,16 @@ def test_a_step_reports_how_long_ranks_synchronized(model: GPT) -> None:
     assert 0 <= learner.learn(make_samples()).sync_s <= time.perf_counter() - began
 
 
+@pytest.mark.parametrize("objective", ["reinforce", "grpo"])
+def test_the_reported_loss_is_the_minimized_one(model: GPT, objective: str) -> None:
+    mine = deepcopy(model)
+    optimizer, loss = torch.optim.SGD(mine.parameters(), lr=1.0), PolicyLoss(PRESETS[objective])
+    learner = NanochatTrainer(mine, optimizer, loss, ranks=Ranks(), micro_batch_size=2)
+    samples = make_samples()  # a third of them has no advantage
+    minimized = learner.measure_loss(samples)
+    assert learner.learn(samples).stats["loss/policy"] == pytest.approx(minimized, rel=1e-4)
+
+
 def test_steps_without_advantages_do_not_end_a_run(model: GPT) -> None:
     mine = deepcopy(model)
     learner = NanochatTrainer(

@@ -82,6 +82,14 @@ class TokenStats:
         for name, ratio in other.ratios.items():
             self.ratios[name] = self.ratios[name] + ratio if name in self.ratios else ratio
 
+    def set_loss_count(self, count: float) -> None:
+        """Divide `loss/policy` by the count that the step divides by, which includes samples that were not computed.
+
+        With several objectives each loss remains the mean over its own samples.
+        """
+        if "loss/policy" in self.ratios and not any(name.startswith("loss/policy/") for name in self.ratios):
+            self.ratios["loss/policy"][1] = count
+
     def summary(self) -> dict[str, float]:
         """`name/mean`, `/median`, `/std`, `/min`, `/max` of every metric with a value; ratios under their own name.
 

@@ -115,14 +115,15 @@ def test_skipped_samples_do_not_change_the_update(tmp_path: Path, aggregation: s
     samples = with_advantages(build_batches(config, 320).receive(1), advantages)
     loss, parts = build_loss(config.loss, 32), [[6, 0, 3, 1], [2, 5, 4, 7]]
     whole, skipping = build_backend(config), build_backend(config)
-    computed, norms = list[list[list[int]]](), list[float]()
+    computed, norms, losses = list[list[list[int]]](), list[float](), list[float]()
     for backend, has_gradient in ((whole, lambda _: True), (skipping, loss.has_gradient)):
         minibatches, share = pack_minibatches(samples, parts, lambda part: pack_share(part, 32), has_gradient)
         computed.append([sorted(i for micro in micros for i in micro.sample_ids) for micros in minibatches])
-        report, _ = run_updates(backend, minibatches, loss, 1)
+        report, stats = run_updates(backend, minibatches, loss, 1)
         assert report.skipped is None and (report.grad_norm > 0) == any(advantages)
         norms.append(report.grad_norm)
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+        losses.append(stats.summary()["loss/policy"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4) and losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert computed == [[[0, 1, 3, 6], [2, 4, 5, 7]], [[1, 6], [4]] if any(advantages) else [[6], [2]]]
     used = sum(len(samples[i].tokens) for part in computed[1] for i in part)
     assert share.skipped_ratio == pytest.approx(1 - used / sum(share.lengths))
