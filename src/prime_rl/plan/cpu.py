@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prime_rl.plan.config import GiB, PlanConfig
-from prime_rl.plan.memory import LOGITS, count_critic, count_policy
+from prime_rl.plan.memory import LOGITS, count_critic, count_models, count_policy
 from prime_rl.plan.shapes import ModelShape
 from prime_rl.plan.speed import training_flops
 from prime_rl.runtime.core_lease import MIN_PARAMETERS
@@ -119,7 +119,8 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     policy, critic = count_policy(config, shape), count_critic(config, shape)
     trained, frozen = policy.trained + critic.trained, policy.frozen + critic.frozen
     training = tokens * sum(training_flops(config, shape)) / (machine.flops * TRAIN_SHARE)
-    training += 28.0 * trained / (machine.bandwidth * MEMORY_SHARE)
+    num_updates = config.trainer.num_epochs * config.trainer.num_minibatches
+    training += num_updates * 28.0 * trained / (machine.bandwidth * MEMORY_SHARE)
     concurrent = rollouts if config.inference is None else min(rollouts, config.inference.max_batch_size)
     computed = 2.0 * concurrent * shape.active_parameters / (machine.flops * DECODE_SHARE)
     read = 4.0 * shape.active_parameters / (machine.bandwidth * MEMORY_SHARE)
@@ -129,7 +130,7 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     update = 6 * 4.0 * policy.trained / (machine.bandwidth * MEMORY_SHARE)  # written, digested, read, verified, packed
     micro = config.count_micro_tokens("cpu")
     kept = 2.0 * shape.layer_bytes * micro * (shape.layers if config.trainer.model.ac is None else 1)
-    kept *= 2 if critic.trained else 1
+    kept *= count_models(config)
     fixed = 16.0 if config.trainer.ema_decay is not None else 12.0  # weights, two moments, and their average
     cached = rollouts * (config.prompt_tokens + config.longest_completion) * 2.0 * shape.kv_bytes
     at_once = config.trainer.max_concurrent_micro_batches or (2 if shape.parameters >= MIN_PARAMETERS else 1)

@@ -105,14 +105,18 @@ def count_policy(config: PlanConfig, shape: ModelShape) -> ParameterCounts:
 
 def count_critic(config: PlanConfig, shape: ModelShape) -> ParameterCounts:
     """Parameters of a critic with a backbone of its own: a copy of the policy without its output head."""
-    critic = config.trainer.critic
-    if critic is None or critic.backbone != "own":
+    if count_models(config) == 1:
         return ParameterCounts(0, 0)
     policy, saved = count_policy(config, shape), find_saved(config, shape)
     if "lm_head" in saved or (not shape.tied and config.trainer.model.lora is None):
         return ParameterCounts(policy.trained - shape.head_parameters, policy.frozen)
     is_separate = not shape.tied or "model.embed_tokens" in saved
     return ParameterCounts(policy.trained, policy.frozen - (shape.head_parameters if is_separate else 0))
+
+
+def count_models(config: PlanConfig) -> int:
+    """2 with a critic that has a backbone of its own, else 1."""
+    return 2 if config.trainer.critic is not None and config.trainer.critic.backbone == "own" else 1
 
 
 def logits_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims) -> float:
@@ -145,7 +149,6 @@ def trainer_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims
     policy, critic = count_policy(config, shape), count_critic(config, shape)
     trained, frozen = policy.trained + critic.trained, policy.frozen + critic.frozen
     width, wide = count_bytes(config), max(count_bytes(config), 4)
-    num_models = 2 if critic.trained else 1
     # A single rank keeps a copy of masters that are in fp32 or on the CPU; several ranks gather one layer at a time.
     if shards > split:
         gathered = 2 * (shape.parameters - shape.head_parameters) / shape.layers / split
@@ -171,7 +174,7 @@ def trainer_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims
         "moments": 2 * wide * on_gpu,
         "moving average": 4.0 * on_gpu if config.trainer.ema_decay is not None else 0.0,
         "gathered": width * gathered,
-        "activations": num_models * activations,
+        "activations": count_models(config) * activations,
         "logits": logits_memory(config, shape, parallel),
         "runtime": RUNTIME,
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prime_rl.plan.config import Gpu, PlanConfig
-from prime_rl.plan.memory import cache_tokens, count_lora, count_policy
+from prime_rl.plan.memory import cache_tokens, count_critic, count_lora, count_models, count_policy
 from prime_rl.plan.shapes import ModelShape
 from prime_rl.trainer.config import ParallelDims
 
@@ -45,43 +45,52 @@ class Generation:
 
 
 def training_flops(config: PlanConfig, shape: ModelShape) -> tuple[float, float, float]:
-    """FLOPs of one token for (dense layers, experts, attention): forward, backward and recomputation.
+    """FLOPs of one token for (dense layers, experts, attention): forward, backward and recomputation of every epoch.
 
-    Frozen base weights have no weight gradient; the chunked output layer is always computed twice.
+    Frozen base weights have no weight gradient; the chunked output layer is always computed twice. A critic with a
+    backbone of its own doubles the layers.
     """
-    passes = 2.0 + 2.0 + (0.0 if count_lora(config, shape) else 2.0)
+    passes, epochs = 2.0 + 2.0 + (0.0 if count_lora(config, shape) else 2.0), config.trainer.num_epochs
+    num_models, before = count_models(config), 2.0 * has_first_pass(config)
     recompute = 0.0 if config.trainer.model.ac is None else 2.0 / config.trainer.model.ac.freq
     if config.trainer.model.ac is not None and config.trainer.model.ac.mode == "selective":
         recompute *= 0.2
-    matrices = (passes + recompute) * (
-        shape.attention_parameters + (0 if shape.experts else shape.active_inner_parameters)
-    )
-    matrices += (passes + 2.0) * shape.head_parameters
-    experts = (passes + recompute) * shape.active_inner_parameters if shape.experts else 0.0
+    of_layers = num_models * (epochs * (passes + recompute) + before)
+    matrices = of_layers * (shape.attention_parameters + (0 if shape.experts else shape.active_inner_parameters))
+    matrices += (epochs * (passes + 2.0) + before) * shape.head_parameters
+    experts = of_layers * shape.active_inner_parameters if shape.experts else 0.0
     length = config.prompt_tokens + config.completion_tokens
-    attention = shape.attention_flops(length / 2) * (3.5 + recompute / 2)
+    attention = num_models * shape.attention_flops(length / 2) * (epochs * (3.5 + recompute / 2) + before / 2)
     return matrices, experts, attention
 
 
+def has_first_pass(config: PlanConfig) -> bool:
+    """Whether a forward pass over the batch comes before the first update: for values, or log-probs of the trainer."""
+    return config.trainer.critic is not None or config.trainer.loss.old_logprobs == "recomputed"
+
+
 def train(config: PlanConfig, shape: ModelShape, parallel: ParallelDims, num_gpus: int) -> Training:
-    """One step over `orchestrator.batch_size` rollouts."""
+    """One step over `orchestrator.batch_size` rollouts: all of its optimizer steps."""
     gpu, share = config.cluster.spec, config.efficiency
+    epochs, minibatches = config.trainer.num_epochs, config.trainer.num_minibatches
     tokens = config.orchestrator.batch_size * float(config.prompt_tokens + config.completion_tokens)
     matrices, experts, attention = training_flops(config, shape)
     peak = gpu.tflops * 1e12
     token_s = matrices / (peak * share.matmul) + experts / (peak * share.experts) + attention / (peak * share.attention)
-    micros = max(tokens / (num_gpus * config.count_micro_tokens("cuda")), 1.0)
-    bubble = 1 + (parallel.pp - 1) / max(micros * parallel.pp * parallel.pp_stages, 1)
-    trained = count_policy(config, shape).trained
+    micros = max(tokens / (num_gpus * config.count_micro_tokens("cuda")), minibatches)
+    bubble = 1 + (parallel.pp - 1) / max(micros / minibatches * parallel.pp * parallel.pp_stages, 1)
+    trained = count_policy(config, shape).trained + count_critic(config, shape).trained
     link = link_speed(config, gpu, num_gpus) * share.link
     shards = (parallel.dp_shard or 1) * parallel.cp
-    moved = (2.0 + 2.0) * shape.parameters * (shards > 1) + 4.0 * trained * (num_gpus > 1)
+    gathers = 2 * epochs + has_first_pass(config)
+    moved = 2.0 * gathers * count_models(config) * shape.parameters * (shards > 1)
+    moved += 4.0 * epochs * trained * (num_gpus > 1)
     moved /= parallel.tp * parallel.pp
     cut = shards * parallel.tp * parallel.pp
     return Training(
         compute=tokens * token_s / num_gpus * bubble,
         exchange=moved * micros / link,
-        optimizer=28.0 * trained / cut / (gpu.bandwidth * 1e9 * share.memory),
+        optimizer=epochs * minibatches * 28.0 * trained / cut / (gpu.bandwidth * 1e9 * share.memory),
         tokens=tokens,
     )
 

@@ -267,6 +267,28 @@ def test_recomputing_adds_a_forward_pass_of_every_layer(name: str) -> None:
     assert plain[:2] == pytest.approx((6 * dense + head, 6 * inner if shape.experts else 0))
 
 
+def test_epochs_and_critic_count_in_the_time_of_training() -> None:
+    shape = KNOWN["Qwen/Qwen3-4B"]
+
+    def seconds(line: str = "") -> Any:
+        config = parse(f"--model.name Qwen/Qwen3-4B --seq-len 4096 {line}")
+        return train(config, shape, config.trainer.parallel.resolve(4), 4)
+
+    once, four = seconds(), seconds("--trainer.num-epochs 4 --trainer.num-minibatches 2")
+    assert (four.compute, four.exchange) == (pytest.approx(4 * once.compute), pytest.approx(4 * once.exchange))
+    assert four.optimizer == pytest.approx(8 * once.optimizer)
+    recomputed = seconds("--trainer.loss.type grpo --trainer.loss.old-logprobs recomputed --trainer.num-minibatches 2")
+    assert 1.2 * once.compute < recomputed.compute < 1.4 * once.compute, "a forward pass before the updates"
+    shared, own = (seconds(f"--trainer.critic.backbone {kind}") for kind in ("shared", "own"))
+    assert shared.compute == recomputed.compute and shared.optimizer == once.optimizer
+    assert 1.7 * shared.compute < own.compute < 2 * shared.compute, "the critic has no output layer"
+    assert own.optimizer == pytest.approx(2 * once.optimizer), "its copy of the embedding is tied"
+    run = f"{SMALL_RUN} --trainer.num-epochs 3"
+    assert estimate_cpu(parse(run), shape, MACHINE).training == pytest.approx(
+        3 * estimate_cpu(parse(SMALL_RUN), shape, MACHINE).training
+    )
+
+
 def test_default_completion_length_is_half_the_limit() -> None:
     room = parse("--seq-len 4096").seq_len - parse("--seq-len 4096").prompt_tokens
     assert parse("--seq-len 4096").completion_tokens == room // 2
