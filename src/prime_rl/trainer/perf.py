@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.value import VALUE
 from rollouts.kernels.linear import linear
 from rollouts.training.batching import MicroBatch, Share
 from rollouts.training.numerics import using_threads
@@ -97,11 +98,15 @@ class MatmulParameters:
     head: int
     frozen_layers: int = 0
     frozen_head: int = 0
+    num_backbones: int = 1
+    """2 with a critic that has its own."""
 
 
 def count_matmul_parameters(model: CausalLM) -> MatmulParameters:
-    """Count the parameters in matrix products of a model."""
-    layers = [p for layer in model.layers() for p in layer.parameters()]
+    """Count the parameters in matrix products of a model and of the backbone of its critic."""
+    critic: CausalLM | None = getattr(getattr(model, VALUE, None), "backbone", None)
+    backbones = [model] if critic is None else [model, critic]
+    layers = [p for backbone in backbones for layer in backbone.layers() for p in layer.parameters()]
     head = model.lm_head.weight
 
     def count(parameters: Sequence[Tensor]) -> int:
@@ -110,7 +115,8 @@ def count_matmul_parameters(model: CausalLM) -> MatmulParameters:
         return sum(p.numel() for p in parameters if p.ndim == 2) + chosen
 
     frozen = count([p for p in layers if not p.requires_grad])
-    return MatmulParameters(count(layers), head.numel(), frozen, 0 if head.requires_grad else head.numel())
+    frozen_head = 0 if head.requires_grad else head.numel()
+    return MatmulParameters(count(layers), head.numel(), frozen, frozen_head, len(backbones))
 
 
 def count_computed(micros: Sequence[MicroBatch]) -> tuple[float, float, float]:
@@ -139,7 +145,7 @@ def compute_train_flops(
     Frozen parameters need no weight gradient: 4 per parameter and token. Of the tokens, the fraction `in_layers` passes
     through the layers and `in_head` through the head; of the pairs, attention computes the fraction `in_attention`.
     """
-    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    width = parameters.num_backbones * config.num_hidden_layers * config.num_attention_heads * config.head_dim
     of_layers = 6.0 * parameters.layers - 2.0 * parameters.frozen_layers
     of_head = 6.0 * parameters.head - 2.0 * parameters.frozen_head
     pairs = in_attention * sum(n * n / 2 for n in lengths)

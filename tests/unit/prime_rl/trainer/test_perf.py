@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from prime_rl.trainer import perf
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.value import add_critic
 from prime_rl.trainer.perf import (
     MatmulParameters,
     PerfCounter,
@@ -50,6 +53,16 @@ def test_train_flops_are_6_per_parameter_plus_attention(model: CausalLM) -> None
     assert pairs == flops - 12 * 2 * 128 * 125
     model.requires_grad_(False)
     assert count_matmul_parameters(model) == MatmulParameters(layers, 320 * 128, layers, 320 * 128)
+
+
+@pytest.mark.parametrize(("backbone", "num"), [("own", 2), ("shared", 1)])
+def test_backbone_of_a_critic_is_counted(model: CausalLM, backbone: Literal["own", "shared"], num: int) -> None:
+    plain = count_matmul_parameters(model)
+    add_critic(model, backbone)
+    parameters = count_matmul_parameters(model)
+    assert parameters == MatmulParameters(num * plain.layers, plain.head, num_backbones=num)
+    flops = compute_train_flops(model.config, parameters, [10, 20])
+    assert flops == num * compute_train_flops(model.config, replace(plain, head=0), [10, 20]) + 6 * plain.head * 30
 
 
 def test_shared_prefixes_and_prompts_are_not_counted() -> None:
