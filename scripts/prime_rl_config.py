@@ -416,7 +416,11 @@ def _check(config: PrimeRLTrainConfig, notes: list[str]) -> None:
                 f"env.args.{name} = {value!r} cannot be saved with checkpoints: use text, finite numbers, true, false, "
                 "and lists and tables of them"
             ) from None
-    build_objective(config)
+    advantage = build_objective(config).advantage
+    if advantage.drop_equal or advantage.overlong:
+        notes.append(
+            f"objective {config.objective} keeps groups of equal rewards and has no overlong penalty here; rl has both"
+        )
 
 
 def build_objective(config: PrimeRLTrainConfig) -> Objective:
@@ -424,10 +428,11 @@ def build_objective(config: PrimeRLTrainConfig) -> Objective:
     asynchronous rollouts the importance ratio capped at 8 (2505.24034).
     """
     name = config.objective or ("aipo" if config.async_level else "reinforce")
-    if name not in PRESETS or name == "custom":
-        known = ", ".join(sorted(set(PRESETS) - {"custom"}))
-        raise ConfigError(f"objective {name!r} is not one of {known}: correct --objective")
-    row = PRESETS[name]
+    known = {preset: row for preset, row in PRESETS.items() if preset != "custom" and not row.teacher_tau}
+    if name not in known:
+        why = "needs a teacher, which only rl has" if name in PRESETS.keys() - {"custom"} else "is unknown"
+        raise ConfigError(f"objective {name!r} {why}: set --objective to one of {', '.join(sorted(known))}")
+    row = known[name]
     advantage = row.advantage if config.objective else AdvantageChoice("mean")
     if config.baseline is not None:
         advantage = replace(advantage, baseline=config.baseline)

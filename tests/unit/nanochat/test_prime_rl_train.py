@@ -186,7 +186,8 @@ def test_a_model_is_named_with_its_tag_and_step(tmp_path: Path) -> None:
     ("argv", "output"),
     [
         (["--num_sample=3"], "num_samples"),
-        (["--objective=grop"], "grpo"),
+        (["--objective=grop"], "'grop' is unknown: set --objective to one of aipo, .*, grpo, (?!.*sdpo)"),
+        (["--objective=sdpo"], "'sdpo' needs a teacher, which only rl has: set --objective to one of aipo"),
         (["--clip=0.2"], "clip has no effect"),
         (["--use_verifiers_env=False"], "always go through the environment"),
         (["--distributed.find-unused-parameters"], "gradients travel in one message"),
@@ -240,6 +241,8 @@ def test_objectives_are_rows_with_options_over_them() -> None:
     assert changed.advantage.baseline == "leave_one_out" and changed.advantage.std == "group"
     assert parse("--objective=grpo", "--no-advantage-std").objective.advantage.std == "none"
     assert parse("--objective=dr_grpo", "--max_new_tokens=9").objective.max_tokens == 9
+    assert "keeps groups of equal rewards and has no overlong penalty" in parse("--objective=dapo").notes[0]
+    assert not parse("--objective=grpo").notes
 
 
 def test_learning_rate_warms_up_and_decays_to_zero() -> None:
