@@ -183,7 +183,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, exact_backward: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.exact_backward = exact_backward
-        return multiply(x, weight, bias)
+        return multiply(x, weight, bias).detach()  # no view, which callers could not change in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -202,7 +202,7 @@ class _RoundedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return multiply_rounded(x, weight, bias)
+        return multiply_rounded(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -23,6 +23,9 @@ def backward_products(x: torch.Tensor, weight: torch.Tensor) -> list[tuple[Any, 
 
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+needs_bf16 = pytest.mark.skipif(
+    not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16"
+)
 
 
 @needs_onednn
@@ -92,11 +95,21 @@ def test_values_and_gradients_match_torch(shape: tuple[int, ...], bias: bool) ->
     torch.testing.assert_close(frozen.grad, grads[1][1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rounded", [False, pytest.param(True, marks=needs_bf16)])
+@pytest.mark.parametrize("shape", [(1, 32), (5, 32), (2, 3, 32)])
+def test_a_product_may_be_changed_in_place(shape: tuple[int, ...], rounded: bool) -> None:
+    """As code of transformers does, such as that of Llama 4."""
+    layer, x = Linear(32, 48), torch.randn(shape, requires_grad=True)
+    layer.rounds_inputs = rounded
+    [found], [expected] = (torch.autograd.grad(y.sum(), x) for y in (layer(x).mul_(2.0), layer(x) * 2.0))
+    assert torch.equal(found, expected)
+
+
 def round_to_bf16(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().double()
 
 
-@pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
+@needs_bf16
 @pytest.mark.parametrize("shape", [(1, 40), (70, 64), (2, 60, 96)])
 def test_rounded_products_and_gradients(shape: tuple[int, ...]) -> None:
     """Factors are rounded, sums are not; gradients are also rounded."""
@@ -117,7 +130,7 @@ def test_rounded_products_and_gradients(shape: tuple[int, ...]) -> None:
     assert all(torch.equal(layer(rows[i : i + 1])[0], y.flatten(0, -2)[i]) for i in range(len(rows)))
 
 
-@pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
+@needs_bf16
 def test_memory_is_reused_outside_of_inference_mode() -> None:
     def multiply(size: int) -> torch.Tensor:
         x, weight = torch.ones(3, size), torch.ones(size, size)
@@ -132,13 +145,13 @@ def test_memory_is_reused_outside_of_inference_mode() -> None:
         assert pool.submit(run).result()
 
 
-@pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
+@needs_bf16
 def test_adapters_of_rounded_products_are_summed_in_blocks() -> None:
     """As by the trainer, although the products themselves are not."""
     assert cpu.PackedWeight(torch.ones(64, 1536).bfloat16(), rounded=True).block == cpu.find_block(1536)
 
 
-@pytest.mark.skipif(not cpu.name_bf16_instructions(), reason="no instructions for bf16; cure: a CPU with AVX512_BF16")
+@needs_bf16
 def test_threads_compute_rounded_products_at_once() -> None:
     """Each packs weights in memory of its own."""
     x, weights = torch.randn(64, 128), [torch.randn(256, 128) for _ in range(8)]
