@@ -143,14 +143,14 @@ class HFCausalLM(CausalLM):
         if head is None or getattr(head, "bias", None) is not None:
             raise ValueError(f"{type(inner).__name__} has no bias-free output head, which training requires")
         hidden: dict[str, Any] = self.__dict__  # bypass module registration, which would name tensors twice
-        hidden["inner"], hidden["backbone"] = inner, inner.base_model
+        hidden["inner"], hidden["backbone"] = inner, find_backbone(inner)
         if "lm_head" not in self._modules:
             hidden["lm_head"] = head
         self.config = describe_config(inner.config.get_text_config(), has_experts(inner))
         self.head_scale = find_head_scale(inner.config.get_text_config())
         self.max_positions = find_max_positions(inner)
         self.float32_names = frozenset(inner._keep_in_fp32_modules_strict or ())
-        self._takes_positions = "position_ids" in inspect.signature(inner.base_model.forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         self._function: AttendFunction | None = None
         self._obstacle = ""
         limit = find_rope_limit(inner.config.get_text_config())
@@ -453,6 +453,14 @@ def _find_obstacle(config: Any, function: AttendFunction) -> str | None:
     if windowed and not any(function.windows.values()):
         return "an unknown kind of sliding window"
     return None
+
+
+def find_backbone(inner: Any) -> Any:
+    """The decoder below the head; it is in `model` where the base model is the model itself, as in Llama 4."""
+    backbone = inner.base_model if inner.base_model is not inner else getattr(inner, "model", inner)
+    if backbone is inner:
+        raise ValueError(f"{type(inner).__name__} computes its logits in an unsupported way")
+    return backbone
 
 
 @torch.no_grad()

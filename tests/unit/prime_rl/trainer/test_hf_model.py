@@ -21,7 +21,7 @@ from prime_rl.trainer.model import load_model, resolve_placement
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.decoder_config import choose_impl
-from prime_rl.trainer.models.hf_model import HFCausalLM, find_max_positions
+from prime_rl.trainer.models.hf_model import HFCausalLM, find_backbone, find_max_positions
 from prime_rl.trainer.models.registry import load_causal_lm, load_decoder
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
@@ -51,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"logits_scaling": 4.0}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
     "qwen2": ("Qwen2Config", {}),
+    "llama4": ("Llama4TextConfig", {"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 16}),
     "mamba": ("MambaConfig", {"state_size": 4, "num_attention_heads": None, "num_key_value_heads": None}),
 }
 
@@ -525,3 +526,10 @@ def test_random_weights_are_a_function_of_the_seed(tmp_path: Path) -> None:
     assert not torch.equal(compute_logits(first, ids), compute_logits(other, ids))
     with pytest.raises(ValueError, match="transformers cannot load"):
         build_backend(make_config(base, tmp_path))
+
+
+def test_a_model_that_is_its_own_decoder_is_refused() -> None:
+    inner = torch.nn.Module()
+    inner.__dict__["base_model"] = inner
+    with pytest.raises(ValueError, match="Module computes its logits in an unsupported way"):
+        find_backbone(inner)
