@@ -15,7 +15,7 @@ from nanochat.engine import Engine
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.environments.protocol import Environment, Row
-from rollouts.training.metrics import compute_pass_at_k, reaches
+from rollouts.training.metrics import compute_pass_at_k, compute_standard_error, reaches
 
 LETTERS = "ABCDE"
 ROWS_AT_ONCE = 32
@@ -68,7 +68,8 @@ def summarize_scores(scored: Sequence[QuestionScore]) -> dict[str, float]:
     """pass@k for k = 1, 2, 4, ... up to the number of samples, and means of the other metrics over questions.
 
     `accuracy` is pass@1: the share of right ones among all `samples` at the sampling temperature. `accuracy_se` is its
-    standard error over questions. `categorical_accuracy` takes the most probable letter, without reasoning.
+    standard error over questions, if there are several. `categorical_accuracy` takes the most probable letter, without
+    reasoning.
     """
     num = min((len(s.rewards) for s in scored), default=0)
     if not num:
@@ -80,7 +81,8 @@ def summarize_scores(scored: Sequence[QuestionScore]) -> dict[str, float]:
     out |= {f"pass@{k}": fmean(compute_pass_at_k(len(s.rewards), s.correct, k) for s in scored) for k in powers}
     shares = [s.correct / len(s.rewards) for s in scored]
     out["accuracy"] = fmean(shares)
-    out["accuracy_se"] = float(torch.tensor(shares).std(correction=0)) / len(shares) ** 0.5
+    if len(shares) > 1:
+        out["accuracy_se"] = compute_standard_error(shares)
     out["samples"] = float(sum(len(s.rewards) for s in scored))
     out["failed"] = sum(s.failed for s in scored) / out["samples"]
     out["reward"] = fmean(fmean(s.rewards) for s in scored)

@@ -8,7 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollouts.training.metrics import compute_interval, compute_pass_at_k, compute_stats, reaches
+from rollouts.training.metrics import (
+    compute_interval,
+    compute_pass_at_k,
+    compute_standard_error,
+    compute_stats,
+    reaches,
+)
 
 if TYPE_CHECKING:
     from prime_rl.generation.resume_log import Result
@@ -60,11 +66,6 @@ def _mean_and_interval(name: str, values: Sequence[float]) -> dict[str, float]:
     low, high = compute_interval(values)
     mean = statistics.fmean(values) if values else math.nan
     return {name: mean, f"{name}/ci_low": low, f"{name}/ci_high": high}
-
-
-def compute_standard_error(values: Sequence[float]) -> float:
-    """s / sqrt(n) with the sample standard deviation s; NaN for fewer than two values."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def powers_of_two(limit: int) -> list[int]:

@@ -263,6 +263,11 @@ def compute_gap_closed(
     return sum(gains) / sum(gaps), low, high
 
 
+def compute_standard_error(values: Sequence[float]) -> float:
+    """s / sqrt(n) with the sample standard deviation s; NaN for fewer than two values."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
 def compute_interval(values: Sequence[float]) -> tuple[float, float]:
     """A 95 % confidence interval (low, high) of the mean of independent `values`; NaN without values.
 

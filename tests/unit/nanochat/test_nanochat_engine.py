@@ -228,6 +228,12 @@ def test_metrics_of_an_environment_replace_none_of_ours() -> None:
     assert summary["own"] == 9.0
 
 
+def test_standard_error_of_accuracy_is_that_of_a_sample() -> None:
+    right, wrong = QuestionScore(0, 1, [1.0], [1], {}), QuestionScore(1, 0, [0.0], [1], {})
+    assert summarize_scores([right, wrong])["accuracy_se"] == pytest.approx(0.5)
+    assert "accuracy_se" not in summarize_scores([right]), "one question tells nothing of others"
+
+
 @pytest.mark.parametrize(
     ("requested", "answer"),
     [
