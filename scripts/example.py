@@ -247,9 +247,12 @@ def render_distillation(result: Result) -> dict[str, str]:
         first, last = curves[name][0][1], curves[name][-1][1]
         cells[f"{env}, before and after"] = f"{first:.2f}, {last:.2f}"
         if gap := curves.get(f"distill/{env}/gap_closed"):
-            low, high = (curves[f"distill/{env}/gap_closed/{end}"][-1][1] for end in ("ci_low", "ci_high"))
-            cells["teacher"] = f"{curves[f'distill/{env}/teacher_context/avg'][-1][1]:.2f}"
-            cells["gap closed"] = f"{gap[-1][1]:.2f} ({low:.2f} to {high:.2f})"
+            keys = [f"distill/{env}/gap_closed/{end}" for end in ("ci_low", "ci_high")]
+            if interval := [f"{curves[key][-1][1]:.2f}" for key in keys if key in curves]:
+                cells["teacher"] = f"{curves[f'distill/{env}/teacher_context/avg'][-1][1]:.2f}"
+                cells["gap closed"] = f"{gap[-1][1]:.2f} ({' to '.join(interval)})"
+            else:  # a single context of the environment
+                cells[f"{env}, gap closed"] = f"{gap[-1][1]:.2f}"
         if retention := curves.get(f"distill/{env}/retention"):
             cells[f"{env}, retention"] = f"{retention[-1][1]:.2f}"
     return cells

@@ -74,8 +74,9 @@ def summarize_distillation(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         if (retention := metrics.get("retention")) is not None:
             table[env] = f"retention {retention:.2f} ({scores})"
         elif (closed := metrics.get("gap_closed")) is not None:
-            interval = f"{metrics['gap_closed/ci_low']:.2f} to {metrics['gap_closed/ci_high']:.2f}"
-            table[env] = f"gap closed {closed:.2f}, {interval} (teacher {metrics['teacher_context/avg']:.4f}, {scores})"
+            low, high = (metrics.get(f"gap_closed/{end}") for end in ("ci_low", "ci_high"))  # not of single contexts
+            interval = "" if low is None or high is None else f", {low:.2f} to {high:.2f}"
+            table[env] = f"gap closed {closed:.2f}{interval} (teacher {metrics['teacher_context/avg']:.4f}, {scores})"
         else:
             table[env] = f"gap not significant ({scores})"
     skipped = sum(value for row in rows for key, value in row.items() if key.startswith("teacher/skipped/"))

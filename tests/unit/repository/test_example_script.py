@@ -85,13 +85,16 @@ def test_distillations_show_gap_and_retention(tmp_path: Path) -> None:
     (directory / "seed_0").mkdir()
     last = {"./town.py/student/avg": 0.75, "./town.py/teacher_context/avg": 0.875, "world/student/avg": 0.5}
     last |= {"./town.py/gap_closed": 0.86, "./town.py/gap_closed/ci_low": 0.7, "./town.py/gap_closed/ci_high": 1.0}
+    last |= {"./town.py/mayor/student/avg": 0.25, "./town.py/mayor/gap_closed": 0.3}  # one context of the environment
     last |= {"world/retention": 0.95}
     curves = {f"distill/{name}": [[0, 0.0], [8, value]] for name, value in last.items()}
     (directory / "seed_0" / "result.json").write_text(json.dumps(result | {"curves": {"rl": curves}}))
     run_script("examples/smollm2/distill", "--output-dir", str(tmp_path))
     page = (directory / "results.md").read_text()
-    cells = "0.00, 0.75 | 0.88 | 0.86 (0.70 to 1.00) | 0.00, 0.50 | 0.95 | 2.0"
-    assert "./town.py, before and after | teacher | gap closed | world, before and after | world, retention" in page
+    town = ("./town.py, before and after", "teacher", "gap closed")
+    mayor = ("./town.py/mayor, before and after", "./town.py/mayor, gap closed")
+    assert " | ".join((*town, "world, before and after", "world, retention", *mayor)) in page
+    cells = "0.00, 0.75 | 0.88 | 0.86 (0.70 to 1.00) | 0.00, 0.50 | 0.95 | 0.00, 0.25 | 0.30 | 2.0"
     assert cells in page
 
 

@@ -51,6 +51,8 @@ def test_summary_of_a_distillation_shows_gap_and_retention(tmp_path: Path) -> No
     closed = {"gap_closed": 0.8, "gap_closed/ci_low": 0.5, "gap_closed/ci_high": 1.1, "teacher_context/avg": 0.9}
     facts = {"student/avg": 0.7, "student_context/avg": 0.8, **closed}
     rows.append({"step": 2, "process": "orchestrator", **{f"distill/facts/{k}": v for k, v in facts.items()}})
+    single = {"student/avg": 0.6, "teacher_context/avg": 0.9, "gap_closed": 0.7}  # one context of the environment
+    rows[-1] |= {f"distill/facts/a/{k}": v for k, v in single.items()}
     other = {"distill/other/student/avg": 0.4, "distill/other/retention": 0.95}
     rows.append({"step": 2, "process": "orchestrator", **other})
     append_jsonl(tmp_path / "metrics.jsonl", rows)
@@ -61,6 +63,7 @@ def test_summary_of_a_distillation_shows_gap_and_retention(tmp_path: Path) -> No
     assert "reward" not in text
     assert "teacher KL 1.5000 -> 0.2500" in text and "2 samples were not scored" in text
     assert re.search(r"facts +gap closed 0.80, 0.50 to 1.10 \(teacher 0.9000, student 0.7000, step 2\)", text)
+    assert re.search(r"facts/a +gap closed 0.70 \(teacher 0.9000, student 0.6000, step 2\)", text)
     assert re.search(r"other +retention 0.95", text)
     assert "reward" in summary.summarize(parse(*teacher), 9.0, 9.0), "with adv_tau the reward matters too"
 
