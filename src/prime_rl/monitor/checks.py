@@ -66,7 +66,7 @@ VARIED_REWARDS = _Limit(
     "choose prompts of medium difficulty for the policy: buffer.online_difficulty_filtering, easy and "
     "hard thresholds, or more rollouts_per_example", {"equal": True}, above=True,
 )  # fmt: skip
-"""Groups whose rewards are all equal have no advantages."""
+"""Groups whose rewards are all equal have no advantages, if rewards are compared within groups."""
 
 NOTHING_SOLVED = (
     "compare completions with expected answers: where they agree, the reward function does not find the answer, else "
@@ -77,7 +77,7 @@ NOTHING_SOLVED = (
 def run_checks(series: Mapping[str, Series], kind: RunKind) -> list[Check]:
     """The checks of the metrics that a run has (all processes joined)."""
     checks = [check for limit in LIMITS if (check := _check(series, limit, kind)) is not None]
-    rewards = _check(series, VARIED_REWARDS, kind) if kind.trains_on_rewards else None
+    rewards = _check(series, VARIED_REWARDS, kind) if kind.trains_on_rewards and kind.compares_group else None
     if rewards is None:
         return checks
     if rewards.state == "warning":

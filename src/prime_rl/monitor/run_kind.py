@@ -40,6 +40,8 @@ class RunKind:
     """Whether rollouts are scored; a distillation may skip the reward functions."""
     has_context: bool = False
     """Whether the teacher has a context that the student does not have."""
+    compares_group: bool = True
+    """Whether a reward counts relative to those of its group, so that groups of equal rewards have no gradient."""
 
     @property
     def has_teacher(self) -> bool:
@@ -89,12 +91,25 @@ def _from_config(orchestrator: Mapping[str, Any], loss: Mapping[str, Any]) -> Ru
     is_scored = not (isinstance(buffer, Mapping) and buffer.get("skip_verification") is True)
     taus = [_number(loss.get(name)) for name in ("teacher_tau", "student_tau")]
     if not isinstance(teacher, Mapping) or not any(taus):
-        return RunKind(Kind.RL, is_scored)
+        return RunKind(Kind.RL, is_scored, compares_group=_compares_group(orchestrator))
     envs = orchestrator.get("env")
     sections = [teacher, *(env for env in (envs if isinstance(envs, list) else []) if isinstance(env, Mapping))]
     has_context = any(section.get(key) not in (None, "None") for section in sections for key in CONTEXT_KEYS)
     kind = Kind.MIXED if _number(loss.get("adv_tau", 1.0)) else Kind.DISTILLATION
-    return RunKind(kind, is_scored, has_context)
+    return RunKind(kind, is_scored, has_context, _compares_group(orchestrator))
+
+
+def _compares_group(orchestrator: Mapping[str, Any]) -> bool:
+    """Whether the advantages of all environments compare the rewards of a group."""
+    envs = orchestrator.get("env")
+    sections = [env for env in envs if isinstance(env, Mapping)] if isinstance(envs, list) else []
+    chosen = [section.get("advantage") for section in sections or [orchestrator]]
+    advantages = [own if isinstance(own, Mapping) else orchestrator.get("advantage") for own in chosen]
+    return all(
+        advantage.get("baseline") not in ("none", "role") and advantage.get("import_path") in (None, "None")
+        for advantage in advantages
+        if isinstance(advantage, Mapping)
+    )
 
 
 def _from_metrics(series: Mapping[str, Series]) -> RunKind:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from prime_rl.monitor.checks import run_checks
-from prime_rl.monitor.run_kind import Kind, RunKind
+from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
 
 
 def states(series: dict[str, list[float]], kind: Kind = Kind.RL) -> dict[str, str]:
@@ -18,6 +20,27 @@ def test_checks_wait_for_evidence_then_pass_or_warn() -> None:
     assert states(many) == {"Varied rewards": "warning", "Truncation": "warning", "Errors": "ok"}
     assert "Varied rewards" not in states(many, Kind.DISTILLATION), "rewards are not trained on"
     assert states({"batch/effective_batch_size": [0.8] * 9}) == {"Varied rewards": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "is_checked"),
+    [
+        ({"baseline": "mean", "import_path": "None"}, True),
+        ({"baseline": "none", "import_path": "None"}, False),
+        ({"baseline": "role", "import_path": "None"}, False),
+        ({"baseline": "mean", "import_path": "mine:advantage"}, False),
+    ],
+    ids=["mean", "none, as with a critic", "role", "custom"],
+)
+def test_rewards_vary_where_they_are_compared_in_groups(advantage: dict[str, str], is_checked: bool) -> None:
+    points = {"batch/effective_batch_size": [(step, 0.0) for step in range(1, 10)]}
+    default = {"baseline": "mean", "import_path": "None"}
+    for orchestrator in (
+        {"advantage": advantage, "env": [{"id": "a", "advantage": "None"}]},
+        {"advantage": default, "env": [{"id": "a", "advantage": "None"}, {"id": "b", "advantage": advantage}]},
+    ):
+        kind = find_kind(points, {"orchestrator": orchestrator, "trainer": {"loss": {}}})
+        assert bool(run_checks(points, kind)) == is_checked
 
 
 def test_equal_rewards_are_explained_by_easy_and_hard_groups() -> None:
