@@ -22,6 +22,9 @@ SLOW_STEPS = 5
 TRAINING = ("trainer", "sft", "orchestrator", "inference", "teacher_inference", "evolve")
 """Processes whose metrics count as activity; evaluations may be written later."""
 
+STEPLESS = ("serve",)
+"""Commands without training steps."""
+
 TAIL_BYTES = 64 * 1024
 """Bytes of the metrics that are read at a time, from the end."""
 
@@ -33,6 +36,8 @@ class RunStatus:
     state: str
     step: int
     reason: str | None = None
+    has_steps: bool = True
+    """Whether its command makes training steps."""
 
     @property
     def text(self) -> str:
@@ -41,8 +46,8 @@ class RunStatus:
             return "waiting for the run to start"
         if self.state != "stopped":
             return self.state
-        where = f"at step {self.step}" if self.step else "before the first step"
-        return f"stopped {where}" + (f" ({self.reason})" if self.reason else "")
+        where = f" at step {self.step}" if self.step else " before the first step" if self.has_steps else ""
+        return f"stopped{where}" + (f" ({self.reason})" if self.reason else "")
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,13 @@ def _from_record(run: LocalRun, recorded: RunState, tail: _Tail) -> RunStatus:
         return RunStatus("finished", tail.step)
     if recorded.status != "running":
         reason = f"failed: {recorded.reason}" if recorded.status == "failed" and recorded.reason else recorded.status
-        return RunStatus("stopped", tail.step, reason)
-    alive = is_alive(recorded.process)
-    if alive is None:
-        alive = _is_fresh(max(tail.last, _mtime(run.files.state)), tail)
-        return RunStatus("running" if alive else "stopped", tail.step, None if alive else "no sign of life")
-    return RunStatus("running" if alive else "stopped", tail.step, None if alive else "killed")
+    else:
+        alive, reason = is_alive(recorded.process), "killed"
+        if alive is None:
+            alive, reason = _is_fresh(max(tail.last, _mtime(run.files.state)), tail), "no sign of life"
+        if alive:
+            return RunStatus("running", tail.step)
+    return RunStatus("stopped", tail.step, reason, recorded.command not in STEPLESS)
 
 
 def _is_fresh(last: float, tail: _Tail) -> bool:

@@ -27,8 +27,10 @@ def write_metrics(path: Path, steps: int = 3, ago: float = 0.0, every: float = 1
     append_jsonl(path / "metrics.jsonl", rows)
 
 
-def write_state(path: Path, process: ProcessIdentity, status: str = "running", reason: str | None = None) -> None:
-    state: dict[str, Any] = {"status": status, "command": "rl", "process": asdict(process), "started": 1.0}
+def write_state(
+    path: Path, process: ProcessIdentity, status: str = "running", reason: str | None = None, command: str = "rl"
+) -> None:
+    state: dict[str, Any] = {"status": status, "command": command, "process": asdict(process), "started": 1.0}
     RunDir(path).state.write_text(json.dumps({**state, "ended": None, "reason": reason}))
 
 
@@ -84,6 +86,14 @@ def test_run_that_failed_before_its_first_step_is_found(tmp_path: Path) -> None:
         raise RuntimeError("no memory")
     assert [run.path.name for run in find_runs(tmp_path)] == ["run"]
     assert status_of(tmp_path / "run") == "stopped before the first step (failed: RuntimeError: no memory)"
+
+
+def test_a_server_has_no_steps(tmp_path: Path) -> None:
+    append_jsonl(tmp_path / "metrics.jsonl", [{"step": 40, "timestamp": 1.0, "process": "serve", "open/models": 2.0}])
+    write_state(tmp_path, replace(identify_process(), boot="before the reboot"), command="serve")
+    assert status_of(tmp_path) == "stopped (killed)"
+    write_state(tmp_path, identify_process(), "failed", "no memory", command="serve")
+    assert status_of(tmp_path) == "stopped (failed: no memory)"
 
 
 @pytest.mark.parametrize("tail_bytes", [7, 1000, 64 * 1024])
