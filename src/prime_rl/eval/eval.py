@@ -37,13 +37,15 @@ def evaluate(config: EvalConfig) -> int:
     """Run the configured evaluation; returns the exit code."""
     from prime_rl.eval.results import show_summary
     from prime_rl.generation.session import run_generation
+    from prime_rl.runtime.run_state import StateRecorder
 
     job, summaries = build_job(config), dict[tuple[str, int], dict[str, float]]()
 
     async def work(run: GenerationRun, base_urls: Sequence[str]) -> None:
         await run_evaluation(run, config, job, base_urls, summaries)
 
-    run_generation("eval", config, job.base_urls, server_options(config, job), work)
+    with StateRecorder(config.output_dir, "eval"):
+        run_generation("eval", config, job.base_urls, server_options(config, job), work)
     show_summary(summaries, config)
     return 0
 

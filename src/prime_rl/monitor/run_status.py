@@ -22,7 +22,7 @@ SLOW_STEPS = 5
 TRAINING = ("trainer", "sft", "orchestrator", "inference", "teacher_inference", "evolve")
 """Processes whose metrics count as activity; evaluations may be written later."""
 
-STEPLESS = ("serve",)
+STEPLESS = ("serve", "eval", "synthesize")
 """Commands without training steps."""
 
 TAIL_BYTES = 64 * 1024

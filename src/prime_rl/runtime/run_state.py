@@ -23,6 +23,9 @@ from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.files import replace_file
 
 HEARTBEAT_S = 10.0
+GUESTS = ("eval", "synthesize")
+"""Commands that may run in the directory of another one, whose state they leave alone."""
+
 MAX_REASON = 200
 """Characters of a reason."""
 
@@ -92,8 +95,9 @@ def read_run_state(output_dir: Path) -> RunState | None:
 class StateRecorder:
     """Context manager that records the state of a run: running inside the block, then how it ended.
 
-    No-op if a living process already records the run, as `rl` does for its trainer. A rejected start (`ValueError`
-    before the first metric) restores the record of the earlier run. Write errors do not fail the run.
+    No-op if a living process already records the run, as `rl` does for its trainer, and for `GUESTS` in the directory
+    of another command. A rejected start (`ValueError` before the first metric) restores the record of the earlier run.
+    Write errors do not fail the run.
     """
 
     def __init__(self, output_dir: Path, command: str) -> None:
@@ -105,14 +109,21 @@ class StateRecorder:
         self._before: tuple[bytes | None, int] = (None, 0)
 
     def __enter__(self) -> StateRecorder:
-        recorded = read_run_state(self._run_dir.root)
-        self._is_owner = recorded is None or recorded.status != "running" or not is_alive(recorded.process)
+        self._is_owner = self._may_record(read_run_state(self._run_dir.root))
         self._before = (_read(self._path), self._num_logged())
         self._write(self._encode())
         SUDDEN_END.append(self._interrupt)
         if self._is_owner:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         return self
+
+    def _may_record(self, recorded: RunState | None) -> bool:
+        is_guest = self._state.command in GUESTS
+        if recorded is None:
+            return not (is_guest and self._run_dir.metrics.exists())  # of a run that records no state
+        if is_guest != (recorded.command in GUESTS):
+            return not is_guest
+        return recorded.status != "running" or not is_alive(recorded.process)
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
@@ -125,6 +136,9 @@ class StateRecorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         SUDDEN_END.remove(self._interrupt)
         self._ended.set()
+        current = read_run_state(self._run_dir.root)
+        if current is not None and (current.command, current.process) != (self._state.command, self._state.process):
+            return  # it has taken over
         status, reason = describe_end(error)
         self._state = replace(self._state, status=status, reason=reason, ended=time.time())
         earlier, num_logged = self._before

@@ -30,20 +30,22 @@ def synthesize(config: SynthesizeConfig) -> int:
     """Generate the data set; returns the exit code."""
     from prime_rl.generation.model_server import resolve_base_urls
     from prime_rl.generation.session import run_generation
+    from prime_rl.runtime.run_state import StateRecorder
 
-    summaries: dict[str, dict[str, float]] = {}
+    base_urls, summaries = resolve_base_urls(config), dict[str, dict[str, float]]()
 
-    async def work(run: GenerationRun, base_urls: Sequence[str]) -> None:
+    async def work(run: GenerationRun, urls: Sequence[str]) -> None:
         from prime_rl.generation.model_server import connect
         from prime_rl.generation.rollout_jobs import ModelEndpoint
 
-        async with connect(config.client, base_urls) as clients:
+        async with connect(config.client, urls) as clients:
             endpoint = ModelEndpoint(clients, config.model.name)
             for env in config.env:
                 name = env.name or env.id
                 summaries[name] = await synthesize_environment(run, config, env, run.environments[name], endpoint)
 
-    run_generation("synthesize", config, resolve_base_urls(config), {}, work)
+    with StateRecorder(config.output_dir, "synthesize"):
+        run_generation("synthesize", config, base_urls, {}, work)
     show_summary(summaries, config)
     return 0
 

@@ -24,6 +24,7 @@ from prime_rl.generation.model_server import build_server_argv
 from prime_rl.generation.resume_log import Result, to_result
 from prime_rl.generation.session import GenerationRun
 from prime_rl.runtime.machine import find_free_port
+from prime_rl.runtime.run_state import read_run_state
 from prime_rl.utils.monitor import build_monitor
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
 from rollouts.training.agent_integration import Rollout, Turn
@@ -506,6 +507,8 @@ def test_missing_server_raises_before_loading_environments(tmp_path: Path, monke
     config = EvalConfig.model_validate({"client": client, "env": [{"id": "reverse-text"}], "output_dir": tmp_path})
     with pytest.raises(ConnectionError, match=r"client.base_url .* does not respond.*reconnect-timeout"):
         evaluate(config)
+    state = read_run_state(tmp_path)
+    assert state is not None and (state.command, state.status) == ("eval", "failed")
 
 
 def test_options_of_its_own_server_warn_with_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,12 @@ from prime_rl.configuration.sections import ClientConfig
 from prime_rl.generation.resume_log import Result
 from prime_rl.generation.rollout_jobs import ModelEndpoint
 from prime_rl.generation.session import GenerationRun
+from prime_rl.runtime.machine import find_free_port
+from prime_rl.runtime.run_state import read_run_state
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.synthesize.config import SynthesisFilterConfig, SynthesizeConfig
 from prime_rl.synthesize.rows import FilterVerdict, choose_results, to_row
-from prime_rl.synthesize.synthesize import synthesize_environment, write_rows
+from prime_rl.synthesize.synthesize import synthesize, synthesize_environment, write_rows
 from prime_rl.utils.client import build_clients
 from prime_rl.utils.monitor import build_monitor
 from rollouts.training.datasets.chat import TemplateRenderer
@@ -138,6 +140,15 @@ def test_games_of_several_seats_are_refused(tmp_path: Path) -> None:
     game, anything = load_environment("nim"), SimpleNamespace()
     with pytest.raises(ValueError, match="'nim' writes the prompt of every move itself: synthesize cannot"):
         anyio.run(synthesize_environment, anything, config, config.env[0], game, anything)
+
+
+def test_a_failed_synthesis_is_recorded(tmp_path: Path) -> None:
+    client = {"base_url": [f"http://127.0.0.1:{find_free_port()}/v1"]}
+    values = {"env": [{"id": "reverse-text"}], "model": {"name": "m"}, "client": client, "output_dir": tmp_path}
+    with pytest.raises(ConnectionError):
+        synthesize(SynthesizeConfig.model_validate(values))
+    state = read_run_state(tmp_path)
+    assert state is not None and (state.command, state.status) == ("synthesize", "failed")
 
 
 def test_all_environments_are_training_data(tmp_path: Path) -> None:

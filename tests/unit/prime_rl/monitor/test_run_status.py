@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_runs import write_evaluation
 
 from prime_rl.monitor.local_runs import find_runs, open_run
 from prime_rl.monitor.run_status import find_status
@@ -94,6 +95,18 @@ def test_a_server_has_no_steps(tmp_path: Path) -> None:
     assert status_of(tmp_path) == "stopped (killed)"
     write_state(tmp_path, identify_process(), "failed", "no memory", command="serve")
     assert status_of(tmp_path) == "stopped (failed: no memory)"
+
+
+@pytest.mark.parametrize("command", ["eval", "synthesize"])
+def test_evaluation_and_synthesis_have_a_state(command: str, tmp_path: Path) -> None:
+    with StateRecorder(tmp_path, command):
+        append_jsonl(tmp_path / "metrics.jsonl", [{"step": 0, "timestamp": 1.0, "process": command, "avg@1": 1.0}])
+        write_evaluation(tmp_path, 0, [1.0])
+        assert status_of(tmp_path) == "running", "the second environment"
+    assert status_of(tmp_path) == "finished"
+    with pytest.raises(KeyboardInterrupt), StateRecorder(tmp_path, command):
+        raise KeyboardInterrupt
+    assert status_of(tmp_path) == "stopped (interrupted)"
 
 
 @pytest.mark.parametrize("tail_bytes", [7, 1000, 64 * 1024])

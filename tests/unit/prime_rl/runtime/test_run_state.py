@@ -22,6 +22,7 @@ from prime_rl.runtime.run_state import (
     is_alive,
     read_run_state,
 )
+from rollouts.training.metrics import append_jsonl
 
 
 def recorded(path: Path) -> tuple[str, str | None]:
@@ -64,6 +65,27 @@ def test_second_recorder_leaves_a_living_run_alone(tmp_path: Path) -> None:
     with StateRecorder(tmp_path, "rl"):
         with pytest.raises(ValueError), StateRecorder(tmp_path, "trainer"):
             raise ValueError("the trainer failed")
+        state = read_run_state(tmp_path)
+        assert state is not None and (state.status, state.command) == ("running", "rl")
+    assert recorded(tmp_path) == ("finished", None)
+
+
+def test_an_evaluation_leaves_the_record_of_a_training(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), StateRecorder(tmp_path, "rl"):
+        raise RuntimeError("no memory")
+    with StateRecorder(tmp_path, "eval"):
+        assert recorded(tmp_path) == ("failed", "RuntimeError: no memory")
+    assert recorded(tmp_path) == ("failed", "RuntimeError: no memory")
+    unrecorded = tmp_path / "unrecorded"
+    append_jsonl(unrecorded / "metrics.jsonl", [{"step": 1, "process": "trainer", "loss/mean": 1.0}])
+    with StateRecorder(unrecorded, "eval"):
+        assert read_run_state(unrecorded) is None, "a training that records no state"
+
+
+def test_a_training_replaces_the_record_of_an_evaluation(tmp_path: Path) -> None:
+    evaluation = StateRecorder(tmp_path, "eval").__enter__()
+    with StateRecorder(tmp_path, "rl"):
+        evaluation.__exit__(None, None, None)
         state = read_run_state(tmp_path)
         assert state is not None and (state.status, state.command) == ("running", "rl")
     assert recorded(tmp_path) == ("finished", None)
