@@ -154,3 +154,23 @@ def test_health_checks_open_example_rollouts(tmp_path: Path, open_page: Open) ->
     opened.page.click(".checks .warning a")
     opened.wait_counter("9 of 108")
     assert opened.page.locator(".bubble.error").count() == 1
+
+
+def test_a_page_reloads_when_each_process_resumes(tmp_path: Path, open_page: Open) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=6)
+    with serve_page(run) as url:
+        page = open_page(url).page
+
+        def resume_at(step: int, process: str) -> list[list[int]]:
+            """Steps of the curves of orchestrator and trainer after the reload."""
+            rows = [{**row, "attempt": 1} for row in metric_rows(step) if row["process"] == process]
+            with page.expect_navigation():
+                append_jsonl(run / "metrics.jsonl", rows)
+            page.wait_for_selector(".sentence")
+            names = ["reward/mean", "entropy/mean"]
+            return list(
+                page.evaluate("names => names.map((name) => curve(window.page.source.data, name).steps)", names)
+            )
+
+        assert resume_at(3, "orchestrator") == [[1, 2, 3], [1, 2, 3, 4, 5, 6]], "the trainer loads its model"
+        assert resume_at(3, "trainer") == [[1, 2, 3], [1, 2, 3]]

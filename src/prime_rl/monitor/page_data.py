@@ -6,7 +6,7 @@ import csv
 import io
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -70,7 +70,7 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
             "written": time.time(),
         },
         "offset": offset,
-        "attempt": last_attempt(rows),
+        "attempts": last_attempts(rows),
         "series": pack_series(table),
         "lanes": pack_lanes(lanes),
         "summary": [
@@ -138,13 +138,20 @@ def build_update(run: LocalRun, offset: int) -> dict[str, Any]:
     """Points and intervals logged since `offset`."""
     rows, end = read_rows(run.metrics_path, offset)
     series, lanes = pack_series(read_series(rows)), pack_lanes(read_lanes(rows))
-    return {"offset": end, "attempt": last_attempt(rows), "series": series, "lanes": lanes}
+    return {"offset": end, "attempts": last_attempts(rows), "series": series, "lanes": lanes}
 
 
-def last_attempt(rows: Sequence[Mapping[str, Any]]) -> int:
-    """The number of the last attempt that has rows; a page reloads when there is a new one, which repeats steps."""
-    numbers = (row.get("attempt") for row in rows if isinstance(row, dict))
-    return max((number for number in numbers if isinstance(number, int)), default=0)
+def last_attempts(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """The number of the last attempt of each process that has rows.
+
+    A page reloads when a process begins a new attempt, which repeats steps; the others may still be at the old one.
+    """
+    attempts: dict[str, int] = {}
+    for row in rows:
+        if isinstance(row, dict) and isinstance(number := row.get("attempt", 0), int):
+            process = str(row.get("process", "run"))
+            attempts[process] = max(number, attempts.get(process, 0))
+    return attempts
 
 
 def metrics_csv(run: LocalRun) -> str:

@@ -202,7 +202,8 @@ class LiveSource {
       isRefreshing = true;
       try {
         const { run, is_replaced, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}`);
-        const isResumed = update.attempt > this.data.attempt; // it repeats steps
+        // A new attempt of a process repeats steps.
+        const isResumed = Object.entries(update.attempts ?? {}).some(([process, attempt]) => attempt > (this.data.attempts[process] ?? 0));
         if (is_replaced || isResumed) return location.reload(); // also for a new run in the same directory
         mergeRun(this.data, update);
         Object.assign(this.data.run, run);

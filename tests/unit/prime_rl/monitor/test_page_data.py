@@ -75,15 +75,19 @@ def test_page_data_and_its_updates_add_up(tmp_path: Path) -> None:
     assert build_update(open_run(run_dir), update["offset"])["series"]["curves"] == {}
 
 
-def test_updates_tell_of_a_new_attempt(tmp_path: Path) -> None:
+def test_updates_tell_of_new_attempts_of_each_process(tmp_path: Path) -> None:
     run = write_page_run(tmp_path / "run", num_steps=3)
     whole = build_page_data(LocalRun(run))
     append_jsonl(run / "metrics.jsonl", metric_rows(4))
     same = build_update(LocalRun(run), whole["offset"])
-    append_jsonl(run / "metrics.jsonl", [{**row, "attempt": 1} for row in metric_rows(2)])
-    resumed = build_update(LocalRun(run), same["offset"])
-    assert (whole["attempt"], same["attempt"], resumed["attempt"]) == (0, 0, 1)
-    assert build_page_data(LocalRun(run))["attempt"] == 1
+    assert whole["attempts"] == same["attempts"] == {"trainer": 0, "orchestrator": 0, "inference": 0}
+    again = [{**row, "attempt": 1} for row in metric_rows(2)]
+    append_jsonl(run / "metrics.jsonl", [row for row in again if row["process"] == "orchestrator"])
+    first = build_update(LocalRun(run), same["offset"])
+    assert first["attempts"] == {"orchestrator": 1}
+    assert build_page_data(LocalRun(run))["attempts"] == {"trainer": 0, "orchestrator": 1, "inference": 0}
+    append_jsonl(run / "metrics.jsonl", [row for row in again if row["process"] == "trainer"])
+    assert build_update(LocalRun(run), first["offset"])["attempts"] == {"trainer": 1}
 
 
 def test_secrets_with_quotes_are_hidden(tmp_path: Path) -> None:
