@@ -36,7 +36,8 @@ CREATE TABLE logprobs (step INTEGER, group_index INTEGER, idx INTEGER, tokens IN
   size INTEGER);
 CREATE INDEX by_step ON logprobs (step);
 """
-"""`source` is 0 for training, else an evaluation; rows of abandoned attempts and replaced evaluations are `hidden`."""
+"""`source` is 0 for training, else an evaluation; rows of abandoned attempts and of replaced or removed evaluations
+are `hidden`."""
 
 
 EQUAL_GROUPS = """SELECT source, step, group_index FROM rollouts WHERE NOT hidden AND reward IS NOT NULL
@@ -127,6 +128,7 @@ class RolloutIndex:
         self.run = run
         self._logprobs_path = run.files.trainer_logprobs
         self._sources: list[EvalDir | None] = [None]
+        self._shown: dict[int, EvalDir] = {}  # by source; the others were replaced or removed
         self._attempts = AttemptSteps()
         self._offsets: dict[Path, int] = {}
         self._size = 0
@@ -189,13 +191,16 @@ class RolloutIndex:
         return list(groups.values())
 
     def row(self, number: int) -> dict[str, Any]:
-        """The full line of a rollout, with recorded trainer log-probs."""
+        """The full line of a rollout, with recorded trainer log-probs; `ValueError` if its file was removed."""
         [(source, start, size, *shared)] = self._fetch(
             "SELECT source, start, size, step, env, group_index, idx, status FROM rollouts WHERE id = ?", number
         )
         evaluation = self._sources[source]
         path = self.run.samples_path if evaluation is None else evaluation.results
-        row: dict[str, Any] = msgspec.json.decode(_read(path, start, size))
+        try:
+            row: dict[str, Any] = msgspec.json.decode(_read(path, start, size))
+        except OSError as error:
+            raise ValueError(f"rollout {number} cannot be read: {path}: {error.strerror}") from error
         if evaluation is not None:
             return {**row, **dict(zip(("step", "env", "group_index", "index", "status"), shared, strict=True))}
         if "trainer_logprobs" not in row and (recorded := self._find_logprobs(row)) is not None:
@@ -272,18 +277,23 @@ class RolloutIndex:
                 return
 
     def _grow_evaluations(self) -> bool:
-        """Index new and rewritten evaluations; returns whether there were any."""
-        fresh = [found for found in self.run.evaluations() if found not in self._sources and found.results.exists()]
+        """Index new and rewritten evaluations, hide replaced and removed ones; returns whether there were any."""
+        found = [evaluation for evaluation in self.run.evaluations() if evaluation.results.exists()]
+        present = set(found)
+        gone = [number for number, evaluation in self._shown.items() if evaluation not in present]
+        for number in gone:
+            self._db.execute("UPDATE rollouts SET hidden = 1 WHERE source = ?", (number,))
+            del self._shown[number]
+        shown = set(self._shown.values())
+        fresh = [evaluation for evaluation in found if evaluation not in shown]
         for evaluation in fresh:
-            for number, old in enumerate(self._sources):
-                if old is not None and old.path == evaluation.path:
-                    self._db.execute("UPDATE rollouts SET hidden = 1 WHERE source = ?", (number,))
+            self._shown[len(self._sources)] = evaluation
             self._sources.append(evaluation)
             self._offsets.pop(evaluation.results, None)
             for result, start, size in self._new_rows(evaluation.results, self._decode_result):
                 line = result.to_line(evaluation)
                 self._insert(len(self._sources) - 1, line, result.completion_len or 0, start, size)
-        return bool(fresh)
+        return bool(fresh or gone)
 
     def _grow_logprobs(self) -> None:
         for row, start, size in self._new_rows(self._logprobs_path, self._decode_recorded):

@@ -130,6 +130,23 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     assert len(list(LocalRun(resumed).samples())) == 4 * 12
 
 
+def test_evaluations_that_a_resume_removes_are_hidden(tmp_path: Path) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=2)
+    write_evaluation(run, 1, [1.0, 0.5])
+    write_evaluation(run, 2, [0.0, 0.25])
+    index = index_of(run)
+    late = index.select(Query(kind="evaluation", step=2))
+    (run / "evals" / "step_2").rename(tmp_path / "step_2")
+    with pytest.raises(ValueError, match=f"rollout {late[0]} cannot be read: .*results.jsonl: No such file"):
+        index.row(late[0])
+    assert index.grow() and not index.grow()
+    assert index.facts()["kinds"]["evaluation"]["steps"] == [1] and len(late) == 2
+    assert index.select(Query(kind="evaluation", step=2)) == []
+    (tmp_path / "step_2").rename(run / "evals" / "step_2")
+    assert index.grow() and index.facts()["kinds"]["evaluation"]["count"] == 4
+    assert [index.row(n)["reward"] for n in index.select(Query(kind="evaluation", step=2))] == [0.0, 0.25]
+
+
 def test_recorded_logprobs_are_those_of_the_last_attempt(tmp_path: Path) -> None:
     sample = {"step": 3, "group_index": 0, "index": 1, "tokens": [5, 6], "loss_mask": [0, 1], "logprobs": [0, -0.5]}
     recorded = {"step": 3, "group_index": 0, "index": 1}
