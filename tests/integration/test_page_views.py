@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from page_browser import Open, serve_page
-from page_runs import metric_rows, write_evaluation, write_page_run
+from page_runs import metric_rows, write_context_search, write_evaluation, write_page_run
 
 from prime_rl.monitor.local_runs import open_run
 from prime_rl.monitor.report import write_report
@@ -154,6 +154,18 @@ def test_health_checks_open_example_rollouts(tmp_path: Path, open_page: Open) ->
     opened.page.click(".checks .warning a")
     opened.wait_counter("9 of 108")
     assert opened.page.locator(".bubble.error").count() == 1
+
+
+def test_commands_without_steps_do_not_wait_for_one(tmp_path: Path, open_page: Open) -> None:
+    search, evaluation = write_context_search(tmp_path / "search"), tmp_path / "evaluation"
+    with StateRecorder(search, "evolve"), serve_page(search) as url:
+        opened = open_page(url)
+        assert opened.texts(".badge")[0] == "running" and "17 contexts" in opened.texts(".sentence")[0]
+        assert "No step is complete" not in " ".join(opened.texts(".lead"))
+    with StateRecorder(evaluation, "eval"), serve_page(evaluation) as url:
+        opened = open_page(url)
+        assert opened.texts(".badge") == ["running"]
+        assert "No step is complete" not in " ".join(opened.texts(".lead"))
 
 
 def test_a_page_reloads_when_each_process_resumes(tmp_path: Path, open_page: Open) -> None:

@@ -63,6 +63,7 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
             "path": run.name,
             "state": status.state,
             "status": status.text,
+            "has_steps": status.has_steps,
             "kind": pack_kind(kind),
             "model": run.config_value("model.name") or next((e["summary"].get("model") for e in evals), None),
             "max_steps": run.config_value("max_steps"),

@@ -85,17 +85,16 @@ def find_status(run: LocalRun) -> RunStatus:
 
 
 def _from_record(run: LocalRun, recorded: RunState, tail: _Tail) -> RunStatus:
-    if recorded.status == "finished":
-        return RunStatus("finished", tail.step)
-    if recorded.status != "running":
-        reason = f"failed: {recorded.reason}" if recorded.status == "failed" and recorded.reason else recorded.status
-    else:
+    state, reason, has_steps = recorded.status, None, recorded.command not in STEPLESS
+    if state == "running":
         alive, reason = is_alive(recorded.process), "killed"
         if alive is None:
             alive, reason = _is_fresh(max(tail.last, _mtime(run.files.state)), tail), "no sign of life"
-        if alive:
-            return RunStatus("running", tail.step)
-    return RunStatus("stopped", tail.step, reason, recorded.command not in STEPLESS)
+        state, reason = ("running", None) if alive else ("stopped", reason)
+    elif state != "finished":
+        reason = f"failed: {recorded.reason}" if state == "failed" and recorded.reason else state
+        state = "stopped"
+    return RunStatus(state, tail.step, reason, has_steps)
 
 
 def _is_fresh(last: float, tail: _Tail) -> bool:

@@ -130,7 +130,8 @@ class LiveRun:
             "tenants": read_tenants(self.run.files.tenants),
         }
         findings, status = self._conclusions(), find_status(self.run)
-        findings |= {"run": {**findings["run"], "state": status.state, "status": status.text}}
+        current = {"state": status.state, "status": status.text, "has_steps": status.has_steps}
+        findings |= {"run": {**findings["run"], **current}}
         if offset:
             del findings["configs"]  # they are complete before the first metric
         return {**build_update(self.run, offset), **findings, **disk, "facts": self.index.facts()}

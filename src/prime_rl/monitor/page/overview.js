@@ -20,7 +20,7 @@ function overview(data, source, go) {
 
 // Steps done, the time so far and what remains. Both times advance between two updates while the run is running.
 function progress(run, source) {
-  if (run.kind.name === "server") return null;
+  if (!run.has_steps || ["server", "search"].includes(run.kind.name)) return null;
   if (run.state === "waiting") return el("p", { class: "lead", role: "status" }, "Nothing has been written yet. The page shows the first step as soon as there is one.");
   const step = Math.max(0, ...["trainer", "sft", "orchestrator"].map((name) => curve(source.data, name === "orchestrator" ? "reward/mean" : "loss/mean", name)?.steps.at(-1) ?? 0));
   const share = run.max_steps ? Math.min(step / run.max_steps, 1) : null;
