@@ -186,3 +186,16 @@ def test_a_page_reloads_when_each_process_resumes(tmp_path: Path, open_page: Ope
 
         assert resume_at(3, "orchestrator") == [[1, 2, 3], [1, 2, 3, 4, 5, 6]], "the trainer loads its model"
         assert resume_at(3, "trainer") == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_the_validation_loss_is_beside_the_training_loss(tmp_path: Path, open_page: Open) -> None:
+    run = tmp_path / "run"
+    rows: list[dict[str, object]] = [{"step": step, "loss/mean": 3.0 / step} for step in range(1, 9)]
+    rows += [{"step": step, "val_loss/mean": 3.5 - step / 8} for step in (0, 4, 8)]
+    append_jsonl(run / "metrics.jsonl", [{**row, "timestamp": 1.0, "process": "sft"} for row in rows])
+    write_report(open_run(run), tmp_path / "report.html")
+    opened = open_page((tmp_path / "report.html").as_uri())
+    assert opened.page.locator(".main-chart svg .line").count() == 2
+    assert "val_loss/mean" in opened.texts(".main-chart")[0]
+    opened.open_section("curves")
+    assert opened.texts(".chart figcaption > b") == ["loss"], "one chart of both"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PICTURES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "loss.png": (("loss/mean",), ("entropy/mean",), ("mismatch_kl/mean",)),
+    "loss.png": (("loss/mean", "val_loss/mean"), ("entropy/mean",), ("mismatch_kl/mean",)),
     "reward.png": (("reward/mean", "val_reward/mean", "reward/*"), ("completion_len/mean",), ("is_truncated/mean",)),
     "optimizer.png": (("optim/grad_norm",), ("optim/lr",), ("perf/throughput",)),
 }

@@ -50,7 +50,7 @@ function label(name, title) {
   const part = PART.exec(name);
   if (part) return `${part[1] === "staleness" ? "age" : "from token"} ${part[2]}${part[3] ? " or more" : ""}`;
   const evaluated = /^eval\/(.+)\/(.+)$/.exec(name);
-  if (name === "reward/mean" && title === "reward") return "training, mean";
+  if (["reward", "loss"].includes(title) && name === `${title}/mean`) return "training, mean";
   if (evaluated) return `${evaluated[1]} held out, ${evaluated[2]}`;
   return name.startsWith(`${title}/`) ? name.slice(title.length + 1) : name;
 }

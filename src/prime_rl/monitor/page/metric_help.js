@@ -6,6 +6,7 @@ const MEANING = {
   "evolve/best": "Mean score of the best context so far. It is the maximum of noisy means, so evaluate it on held-out examples.",
   "evolve/score": "Mean score of a proposed context on the examples that it was tried on.",
   "loss/mean": "The training loss. In RL it stays near 0 and is not informative by itself.",
+  "val_loss/mean": "The loss of SFT on held-out samples. It rises while the training loss falls when the model overfits.",
   "entropy/mean": "Mean entropy of the next-token distribution. A collapse to 0 ends exploration.",
   "entropy_coef": "Coefficient of the entropy bonus that entropy_control applies. 0 while the entropy is above the target.",
   "value_loss/mean": "Loss of the critic: squared error of its values against the returns.",
@@ -64,7 +65,7 @@ const MEANING = {
 
 // Label of the vertical axis: the first pattern that matches the name of the metric.
 const UNITS = [[/^(reward|val_reward|eval)\/.*std$/, "standard deviation"], [/^(reward|val_reward)\/|\/(avg@\d+|student.*\/avg|teacher_context\/avg)$/, "reward"], [/pass[@^]/, "share solved"],
-  [/^(loss|observation_loss)|nll/, "loss, nats per token"], [/^value_loss/, "squared error"], [/^explained/, "share"], [/entropy_coef/, "coefficient"], [/kl|entropy/i, "nats per token"], [/(seq|prompt|completion)_len/, "tokens"], [/throughput|tokens_per_s/, "tokens per second"], [/^time\/|latency|_s$|event_loop_lag/, "seconds"],
+  [/^(loss|val_loss|observation_loss)|nll/, "loss, nats per token"], [/^value_loss/, "squared error"], [/^explained/, "share"], [/entropy_coef/, "coefficient"], [/kl|entropy/i, "nats per token"], [/(seq|prompt|completion)_len/, "tokens"], [/throughput|tokens_per_s/, "tokens per second"], [/^time\/|latency|_s$|event_loop_lag/, "seconds"],
   [/_ms/, "milliseconds"], [/memory/, "GiB"], [/mfu/, "percent"], [/async_level|off_policy/, "policy versions"], [/grad_norm/, "norm"], [/optim\/lr/, "learning rate"], [/\/ess$/, "share of the tokens"], [/first_mismatch/, "tokens"], [/ratio/, "ratio"],
   [/num_turns/, "turns"], [/is_|error\/mean|solve_|effective_|frac_|gap_closed|retention|coverage|overlong/, "share"], [/^progress\/|^queue\/|^open\/|^requests\/|tokens|samples|groups\/|evicted|pool\//, "count"]];
 
@@ -75,7 +76,7 @@ function unitOf(name) {
 const CHART_GROUPS = [
   ["Learning", [["reward/mean", "val_reward/mean", "eval/*/avg@*"], ["reward/min", "reward/max", "reward/std"], ["reward/*"], ["eval/*/pass@*"],
     ["batch/solve_all", "batch/solve_none", "frac_reward_zero_std"], ["metrics/*"]]],
-  ["Stability", [["loss/mean"], ["entropy/mean"], ["mismatch_kl/mean"], ["teacher_kl/mean"], ["optim/grad_norm"], ["optim/lr"],
+  ["Stability", [["loss/mean", "val_loss/mean"], ["entropy/mean"], ["mismatch_kl/mean"], ["teacher_kl/mean"], ["optim/grad_norm"], ["optim/lr"],
     ["importance_ratio/mean", "importance_ratio/max"], ["is_masked/mean"], ["entropy_coef"], ["value_loss/mean"],
     ["explained_variance"], ["observation_loss/mean"]]],
   ["Off-policy diagnostics", [["importance_ratio/ess"], ["importance_ratio/staleness_*/p05"], ["importance_ratio/staleness_*/p95"],

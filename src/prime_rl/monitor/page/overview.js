@@ -58,7 +58,7 @@ function alertsPanel(alerts, total = alerts.length) {
 
 // The curve that shows whether the run learns, with held-out evaluations as points.
 function mainChart(data, source, go) {
-  const { kind } = data.run, names = kind.name === "server" ? ["tokens_per_s/trained", "tokens_per_s/sampled"] : kind.name === "search" ? ["evolve/best", "evolve/score"] : kind.name === "distillation" ? ["teacher_kl/mean"] : kind.trains_on_rewards ? ["reward/mean", "val_reward/mean", "eval/*/avg@*"] : ["loss/mean", "val/loss", "val_loss"];
+  const { kind } = data.run, names = kind.name === "server" ? ["tokens_per_s/trained", "tokens_per_s/sampled"] : kind.name === "search" ? ["evolve/best", "evolve/score"] : kind.name === "distillation" ? ["teacher_kl/mean"] : kind.trains_on_rewards ? ["reward/mean", "val_reward/mean", "eval/*/avg@*"] : ["loss/mean", "val_loss/mean"];
   const onStep = source.facts.count ? (step) => go(`rollouts?step=${source.facts.steps[nearest(source.facts.steps, step)]}`) : null;
   const chart = figure(data, names, new Set(), onStep, 260);
   return chart && el("div", { class: "main-chart" }, chart);

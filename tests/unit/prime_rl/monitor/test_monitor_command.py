@@ -120,6 +120,14 @@ def test_distillation_shows_low_rewards_on_request(tmp_path: Path, capsys: pytes
     assert "teacher KL 0.1667" in out and "reward" not in out
 
 
+def test_plots_show_the_validation_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; cure: make setup")
+    drawn: list[list[str]] = []
+    monkeypatch.setattr("prime_rl.monitor.plots._draw_panel", lambda axes, curves: drawn.append(list(curves)))
+    save_plots({"loss/mean": [(1, 2.0), (2, 1.0)], "val_loss/mean": [(0, 3.0), (2, 2.0)]}, tmp_path)
+    assert drawn == [["loss/mean", "val_loss/mean"]]
+
+
 def test_plots_are_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed; cure: make setup")
     code, out, _ = call(capsys, write_run(tmp_path / "run"), "--save-dir", tmp_path / "plots", "--metrics-only")
