@@ -199,3 +199,9 @@ def test_the_validation_loss_is_beside_the_training_loss(tmp_path: Path, open_pa
     assert "val_loss/mean" in opened.texts(".main-chart")[0]
     opened.open_section("curves")
     assert opened.texts(".chart figcaption > b") == ["loss"], "one chart of both"
+
+
+def test_durations_have_less_than_60_minutes(report: str, open_page: Open) -> None:
+    seconds = [89, 5369, 5399, 7169, 7185, 3 * 3600 + 59.6 * 60]
+    texts = ["89 s", "89 min", "1 h 30 min", "1 h 59 min", "2 h 0 min", "4 h 0 min"]
+    assert open_page(report).page.evaluate("seconds => seconds.map(duration)", seconds) == texts
