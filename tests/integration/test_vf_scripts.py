@@ -112,9 +112,10 @@ def test_vf_rl(stand_ins: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr == "error: none.toml cannot be read: No such file or directory\n"
 
 
-def test_the_documented_file_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", ["configs/prime_rl/default.toml", "examples/nanochat/tiny/prime_rl.toml"])
+def test_files_of_nanochat_are_ours(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ENVIRONMENT)
-    assert vf_rl.is_ours(["@", "../../configs/prime_rl/default.toml"])
+    assert vf_rl.is_ours(["@", f"../../{file}"])
 
 
 @pytest.mark.parametrize("name", ["vf-install", "vf-rl"])
