@@ -183,14 +183,39 @@ def _lock(config: Any, part: str | None) -> AbstractContextManager[None]:
 
 def _record(config: BaseConfig, prog: str) -> None:
     """Record a resolved config, unless all was read from that file (whose source comments are more precise)."""
-    from prime_rl.utils.pydantic_config import LATER_STARTS, write_record
+    from prime_rl.utils.pydantic_config import LATER_STARTS
 
     out_dir = config.model_dump(include={"output_dir"})["output_dir"]
-    path = RunDir(Path(out_dir).resolve()).config(prog)
+    run = RunDir(Path(out_dir).resolve())
     sources = {config.provenance[key] for key in config.given or ()} - {LATER_STARTS}
-    files = {Path(source.rpartition(":")[0]) for source in sources}
-    if {file.resolve() for file in files} != {path}:
-        write_record(config, path)
+    files = {Path(source.rpartition(":")[0]).resolve() for source in sources}
+    if files != {run.config(prog)}:
+        record_config(config, run, prog)
+
+
+def record_config(config: BaseConfig, run: RunDir, process: str) -> None:
+    """Write `configs/<process>.toml`; a record of other settings, of an earlier start, is moved to `attempts/N`.
+
+    A resume may be refused only once the checkpoint is loaded, with the advice to use the original settings.
+    """
+    from prime_rl.configuration.render import render_toml
+    from prime_rl.utils.pydantic_config import write_record
+
+    path = run.config(process)
+    text = render_toml(config, config.provenance, config.given)
+    if path.exists() and _read_values(path.read_text(encoding="utf-8", errors="replace")) != _read_values(text):
+        sys.stdout.write(f"note: {path.name} of an earlier start moved to {run.archive([path])}\n")
+    write_record(config, path)
+
+
+def _read_values(text: str) -> dict[str, Any] | None:
+    """The values of a record; None if it is no TOML."""
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return None
 
 
 def _show_error(error: BaseException) -> int:

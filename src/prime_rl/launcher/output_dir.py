@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prime_rl.configuration.command import record_config
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir, find_used
 from rollouts.training.steps import complete_steps, find_damage, prune_steps, remove_unfinished, step_path
 
@@ -94,7 +95,7 @@ def remove_steps(root: Path, steps: Sequence[int]) -> None:
 
 def write_configs(config: RLConfig) -> dict[str, Path]:
     """Write the config of each process, of the whole run and of a matching evaluation as TOML below `configs/`."""
-    from prime_rl.utils.pydantic_config import write_config, write_record
+    from prime_rl.utils.pydantic_config import write_config
 
     parts: dict[str, BaseConfig] = {
         "orchestrator": config.orchestrator,
@@ -105,8 +106,9 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
         parts["inference"] = config.inference
     if config.teacher_inference is not None:
         parts["teacher_inference"] = config.teacher_inference
-    paths = {name: RunDir(config.output_dir).config(name) for name in ("rl", *parts)}
-    write_record(build_record(config), paths["rl"])
+    run = RunDir(config.output_dir)
+    paths = {name: run.config(name) for name in ("rl", *parts)}
+    record_config(build_record(config), run, "rl")
     for name, part in parts.items():
         write_config(part, paths[name])
     return paths

@@ -89,9 +89,10 @@ def run_trainer(
 def build_record(config: TrainerConfig) -> TrainerConfig | None:
     """The config to record, without options of this start: a start from the record would skip the parts again.
 
-    None for a benchmark, which writes no output, and for a rank of `run_ranks`, whose launcher has recorded it.
+    None for a benchmark, which writes no output, for a rank of `run_ranks`, whose launcher has recorded it, and for
+    ranks other than 0.
     """
-    is_launched = "RANK" in os.environ and TOKEN_VARIABLE in os.environ
+    is_launched = "RANK" in os.environ and (TOKEN_VARIABLE in os.environ or int(os.environ["RANK"]) > 0)
     return None if config.bench or is_launched else config.for_later_starts(config.find_single_use())
 
 

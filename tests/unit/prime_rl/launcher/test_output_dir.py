@@ -329,6 +329,12 @@ def test_each_process_reads_back_what_rl_resolved(tmp_path: Path) -> None:
     assert parse_argv(RLConfig, ["@", str(paths["rl"])], "rl")[0] == config
 
 
+def test_a_resume_keeps_the_record_before_it(tmp_path: Path) -> None:
+    first = output_dir.write_configs(parse("--output_dir", str(tmp_path)))["rl"].read_text()
+    output_dir.write_configs(parse("--output_dir", str(tmp_path), "--trainer.model.lora.rank", "8", "--resume"))
+    assert (tmp_path / "attempts" / "1" / "configs" / "rl.toml").read_text() == first
+
+
 def test_a_recorded_configuration_removes_no_steps(tmp_path: Path) -> None:
     paths = output_dir.write_configs(parse("--output_dir", str(tmp_path), "--clean", "--open"))
     model = publish(tmp_path / "weights", 3)

@@ -145,6 +145,19 @@ def test_refused_start_keeps_the_recorded_config(
     assert all(after[path] == content for path, content in before.items())
 
 
+def test_a_resume_keeps_the_record_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume with another adapter is refused once the checkpoint is loaded: "use the original model.lora"."""
+    first, record = ["sft", "--output-dir", str(tmp_path), "--model.lora.rank", "4"], tmp_path / "configs" / "sft.toml"
+    records = []
+    for argv in (first, first, ["sft", "@", str(record)], [*first, "--model.lora.rank", "8", "--resume"]):
+        monkeypatch.setattr("sys.argv", argv)
+        with pytest.raises(SystemExit):
+            run_trainer("sft", "prime_rl.trainer.config:SFTConfig", lambda _: 2, summary="Trains.")
+        records.append(record.read_text())
+    assert records[0] == records[2] and "rank = 8" in records[3]
+    assert [path.read_text() for path in (tmp_path / "attempts").rglob("sft.toml")] == [records[0]]
+
+
 @pytest.mark.parametrize(("options", "status"), [((), "finished"), (("--deployment.type", "slurm"), None)])
 def test_a_submitted_run_is_not_finished(
     options: tuple[str, ...], status: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
