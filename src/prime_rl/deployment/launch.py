@@ -27,8 +27,10 @@ def build_files(
     """Files of a deployment by name: configurations, a script per task, and the launcher's files."""
     tables = {f"{name}.toml": render_toml(config, config.provenance, config.given) for name, config in configs.items()}
     python = "python" if isinstance(deployment, KubernetesDeployment) else sys.executable
-    scripts = build_scripts(layout, deployment, python)
     run, workdir = RunDir(out.resolve()), Path.cwd()
+    # The files of a pod are on another volume, and no pod is started again.
+    num_starts = None if isinstance(deployment, KubernetesDeployment) else run.count_starts("trainer", "sft")
+    scripts = build_scripts(layout, deployment, python, num_starts)
     directory, logs = run.deployment, run.logs
     match deployment:
         case SlurmDeployment():

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from prime_rl.configuration.render import render_value
 from prime_rl.deployment.config import NodesConfig
+from prime_rl.utils.pydantic_config import BaseConfig
+
+Config = TypeVar("Config", bound=BaseConfig)
 
 KEY_VARIABLE = "RL_FLEET_KEY"
 """API key between orchestrator and servers; generated at submission."""
@@ -57,6 +62,9 @@ class Task:
     is_optional: bool = False
     """The run continues without the task when its restarts are used up, or its place is lost."""
 
+    first_options: tuple[str, ...] = ()
+    """Options of the first start only: a job that is queued again after its trainer has started leaves them out."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -79,12 +87,23 @@ def build_rank_task(name: str, module: str, config: str, nodes: NodesConfig, num
     return Task(name, module, config, places, gpus=gpus, num_ranks=per_node, port=nodes.master_port, is_work=True)
 
 
-def build_scripts(layout: Layout, nodes: NodesConfig, python: str) -> dict[str, str]:
-    """A script for every task, by file name; it appends its own arguments to the command."""
-    return {
-        f"{task.name}.sh": render_template(TEMPLATES / "task.sh", task=task, env=nodes.env, python=python)
-        for task in layout.tasks
-    }
+def split_first_options(config: Config, single_use: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
+    """The config of a job's later starts, and the options that its first start has besides.
+
+    `single_use`: keys of one start, with values for later ones; these resume from the latest checkpoint.
+    """
+    later = {key: -1 if key.endswith("ckpt.resume_step") else single_use[key] for key in single_use if "ckpt." in key}
+    words = [(f"--{key}", render_value(reduce(getattr, key.split("."), config))) for key in later]
+    return config.for_later_starts(later), tuple(word for pair in words for word in pair)
+
+
+def build_scripts(layout: Layout, nodes: NodesConfig, python: str, num_starts: int | None) -> dict[str, str]:
+    """A script for every task, by file name; it appends its own arguments to the command.
+
+    `num_starts`: starts of the trainer that are recorded in the output directory, None if that is not known.
+    """
+    values = {"env": nodes.env, "python": python, "num_starts": num_starts}
+    return {f"{task.name}.sh": render_template(TEMPLATES / "task.sh", task=task, **values) for task in layout.tasks}
 
 
 def run_tool(argv: Sequence[str], elsewhere: str) -> str:

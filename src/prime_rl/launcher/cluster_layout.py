@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 from prime_rl.config import RLConfig, given_gpus, teacher_follows_policy
 from prime_rl.deployment.config import Cluster, KubernetesDeployment, LocalDeployment, NodesConfig
-from prime_rl.deployment.layout import KEY_VARIABLE, Layout, Node, Task, build_rank_task
+from prime_rl.deployment.layout import KEY_VARIABLE, Layout, Node, Task, build_rank_task, split_first_options
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.launcher.output_dir import find_single_use
 from prime_rl.utils.pydantic_config import BaseConfig
 
 TRAINER, ORCHESTRATOR, SERVER = (
@@ -104,7 +105,8 @@ def build_single_node_layout(config: RLConfig, deployment: Cluster) -> tuple[Lay
     # `rl` shortens the schedule itself: its file sets only given keys, and shortened ones would be fitted again.
     trainer = config.trainer.model_copy(update={"scheduler": config.trainer.whole_scheduler})
     local = config.model_copy(update={"deployment": LocalDeployment(), "clean": cleans, "trainer": trainer})
-    task = Task("rl", "prime_rl.rl", "rl.toml", (0,), gpus=None, is_work=True)
+    local, first_options = split_first_options(local, find_single_use(config))
+    task = Task("rl", "prime_rl.rl", "rl.toml", (0,), first_options=first_options, gpus=None, is_work=True)
     return Layout((Node("rl", deployment.gpus_per_node),), (task,)), {"rl": local}
 
 
@@ -150,7 +152,10 @@ def build_layout(
     dims = config.trainer.parallel
     num_ranks = deployment.num_train_nodes * deployment.gpus_per_node or dims.num_ranks
     dims.resolve(num_ranks)
+    single_use = config.trainer.find_single_use()
+    trainer_config, first_options = split_first_options(config.trainer, single_use)
     trainer = build_rank_task("trainer", TRAINER, "trainer.toml", deployment, num_ranks)
+    trainer = replace(trainer, first_options=first_options)
     at = 0
     if isinstance(deployment, KubernetesDeployment):
         at = len(nodes)
@@ -161,9 +166,13 @@ def build_layout(
         trainer = replace(trainer, options=("--transport.host", f"$HOST_{at}"))
     if config.weight_broadcast.type != "filesystem":
         trainer = replace(trainer, options=(*trainer.options, "--weight-broadcast.host", "$HOST_0"))
+    orchestrator_config, first_options = split_first_options(
+        config.orchestrator, {key: -1 for key in single_use if key == "ckpt.resume_step"}
+    )
     orchestrator = Task("orchestrator", ORCHESTRATOR, "orchestrator.toml", (at,), tuple(options), is_work=True)
+    orchestrator = replace(orchestrator, first_options=first_options)
     tasks = [trainer, orchestrator, *(task for group in servers for task in build_tasks(config, group))]
-    configs: dict[str, BaseConfig] = {"trainer": config.trainer, "orchestrator": config.orchestrator}
+    configs: dict[str, BaseConfig] = {"trainer": trainer_config, "orchestrator": orchestrator_config}
     configs |= {group.name: group.config for group in servers}
     return Layout(tuple(nodes), tuple(tasks)), configs
 

@@ -116,12 +116,17 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
 
 def build_record(config: RLConfig) -> RLConfig:
     """The config of later starts: options of this one are off."""
+    return config.for_later_starts(find_single_use(config))
+
+
+def find_single_use(config: RLConfig) -> dict[str, Any]:
+    """Keys of one start, with values for later ones."""
     later: dict[str, Any] = {name: False for name in SINGLE_USE if getattr(config, name)}
     single_use = config.trainer.find_single_use()
     later |= {f"trainer.{key}": value for key, value in single_use.items()}
     if "ckpt.resume_step" in single_use:
         later |= {f"{name}ckpt.resume_step": -1 for name in ("", "orchestrator.")}
-    return config.for_later_starts(later)
+    return later
 
 
 def build_eval_config(config: RLConfig) -> EvalConfig:

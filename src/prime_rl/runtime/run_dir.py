@@ -194,6 +194,12 @@ class RunDir:
         append_jsonl(self.attempt_log, [row])
         return number
 
+    def count_starts(self, *processes: str) -> int:
+        """Number of recorded attempts of these processes."""
+        from rollouts.training.metrics import load_jsonl
+
+        return sum(row.get("process") in processes for row in load_jsonl(self.attempt_log))
+
     def has_resumed(self, process: str, step: int) -> bool:
         """Whether `process` has begun the orchestrator's attempt, after `step`; True if it records no attempts."""
         from rollouts.training.metrics import load_jsonl

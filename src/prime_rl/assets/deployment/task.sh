@@ -8,6 +8,14 @@ export {{ name }}={{ value | quote }}
 {% if task.gpus is not none %}
 export CUDA_VISIBLE_DEVICES={{ task.gpus | join(",") | quote }}
 {% endif %}
+{% if task.first_options %}
+first=({{ task.first_options | map("quote") | join(" ") }})
+{% if num_starts is not none %}
+# Queued again after its trainer has started, the job continues from the latest checkpoint.
+starts=$(grep -csE '"process":"(trainer|sft)"' "$here/../attempts.jsonl" || true)
+[ "${starts:-0}" -le {{ num_starts }} ] || first=()
+{% endif %}
+{% endif %}
 exec {{ python | quote }} -m {% if task.num_ranks %}torch.distributed.run \
   --nnodes={{ task.places | length }} \
   --node-rank={{ '"$NODE_RANK"' if task.places | length > 1 else 0 }} \
@@ -18,4 +26,7 @@ exec {{ python | quote }} -m {% if task.num_ranks %}torch.distributed.run \
 {% for option, value in task.options | batch(2) %}
   {{ option }} {{ '"' ~ value ~ '"' if "$" in value else value | quote }} \
 {% endfor %}
+{% if task.first_options %}
+  ${first[@]+"${first[@]}"} \
+{% endif %}
   "$@"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prime_rl.deployment.config import LocalDeployment
-from prime_rl.deployment.layout import Layout, Node, build_rank_task
+from prime_rl.deployment.layout import Layout, Node, build_rank_task, split_first_options
 from prime_rl.trainer.config import SFTConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -20,4 +22,6 @@ def build_layout(config: SFTConfig) -> tuple[Layout, dict[str, BaseConfig]]:
     task = build_rank_task("sft", "prime_rl.trainer.sft.train", "sft.toml", nodes, num_ranks)
     # The task shortens the schedule itself: its file sets only given keys, and shortened ones would be fitted again.
     local = config.model_copy(update={"deployment": LocalDeployment(), "scheduler": config.whole_scheduler})
+    local, first_options = split_first_options(local, config.find_single_use())
+    task = replace(task, first_options=first_options)
     return Layout((Node("sft", nodes.gpus_per_node),) * nodes.num_train_nodes, (task,)), {"sft": local}

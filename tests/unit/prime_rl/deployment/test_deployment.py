@@ -31,7 +31,8 @@ from prime_rl.launcher import cluster_layout
 from prime_rl.launcher.output_dir import prepare_output_dir
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.rl import rl
-from prime_rl.trainer.config import SFTConfig, TrainConfig
+from prime_rl.runtime.run_dir import RunDir
+from prime_rl.trainer.config import SKIPS, SFTConfig, TrainConfig
 from prime_rl.trainer.sft.deployment import build_layout as lay_out_sft
 from prime_rl.utils.pydantic_config import BaseConfig, parse_argv
 from rollouts.training.steps import complete_steps, publish_step
@@ -199,6 +200,29 @@ def test_a_job_queued_again_keeps_its_steps_with_clean(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match="earlier run"):
         prepare_output_dir(on_node)
     assert complete_steps(out / "weights") == [2]
+
+
+STAGE = ["--ckpt.resume-step", "4", "--ckpt.skip-progress", "true"]
+SKIP = ["--ckpt.resume-step", "4", "--trainer.ckpt.skip-optimizer", "true"]
+
+
+@pytest.mark.parametrize(("model", "argv"), [(SFTConfig, STAGE), (RLConfig, SKIP), (RLConfig, [*WIDE, *SKIP])])
+def test_a_job_queued_again_continues(model: type[BaseConfig], argv: list[str], tmp_path: Path) -> None:
+    config, run = parse("slurm", *argv, model=model), RunDir(tmp_path)
+    run.begin_attempt("trainer", 0)
+    run.begin_attempt("sft", 0)
+    layout, configs = (cluster_layout.plan_cluster if model is RLConfig else lay_out_sft)(config)
+    files = build_files(layout, configs, config.deployment, run.root)
+    run.deployment.mkdir()
+    for start, is_first in enumerate((True, True, False)):
+        read = [part for _, part in read_commands(layout, files, run.deployment).values()]
+        trainers = [part.trainer if isinstance(part, RLConfig) else part for part in read]
+        ckpts = [part.ckpt for part in trainers if isinstance(part, TrainConfig | SFTConfig | OrchestratorConfig)]
+        assert [ckpt and ckpt.resume_step for ckpt in ckpts] == [4 if is_first else -1] * len(ckpts)
+        skips = [any(dict(ckpt or {}).get(name) for name in SKIPS) for ckpt in ckpts]
+        assert any(skips) == is_first
+        if start:  # at the first time the job was stopped before its trainer has loaded the checkpoint
+            run.begin_attempt("sft" if model is SFTConfig else "trainer", 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
