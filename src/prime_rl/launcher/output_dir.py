@@ -62,13 +62,19 @@ def quarantine_corrupt_checkpoints(root: Path) -> None:
 
 
 def prepare_resume(run: RunDir, requested: int) -> None:
-    """Move steps that the interrupted attempt wrote after the checkpoint, before a process can read them as new."""
-    step = run.find_resume_step(requested, CKPT_PARTS, options=OR_CLEAN)
-    if requested == -1:
+    """Move steps that the interrupted attempt wrote after the checkpoint, before a process can read them as new.
+
+    Later checkpoints than a named one stay until trainer and orchestrator, which may refuse it, have loaded it.
+    """
+    is_named = requested != -1
+    step = run.find_resume_step(requested, CKPT_PARTS, verify=CKPT_PARTS if is_named else (), options=OR_CLEAN)
+    if not is_named:
         where = "no checkpoint yet, starting from the beginning" if step is None else f"resuming from step {step}"
         sys.stdout.write(f"note: ckpt.resume_step = -1 in {run.root}: {where}\n")
     prune_steps(run.broadcasts, lambda step: False)  # their sender has exited
-    if (folder := run.archive_steps(dict.fromkeys((*run.step_dirs, run.evals), step or 0))) is not None:
+    moved = (*run.step_dirs, run.evals)
+    last = {root: step or 0 for root in moved if not (is_named and root == run.checkpoints)}
+    if (folder := run.archive_steps(last)) is not None:
         sys.stdout.write(f"note: steps after {step or 0} of the interrupted attempt moved to {folder}\n")
 
 

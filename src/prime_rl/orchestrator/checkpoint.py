@@ -33,6 +33,8 @@ class CheckpointStore:
         self.run, self.root = run, run.checkpoints
         self.config = config
         self.max_steps = max_steps
+        self._abandoned_after: int | None = None
+        """Checkpoints after this step are moved aside before the first is saved."""
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is saved: every `interval` steps, and after the last."""
@@ -43,6 +45,9 @@ class CheckpointStore:
         if self.config is None or not self.is_due(step):
             return
         data = msgspec.json.encode({"schema": SCHEMA, "step": step, **state()})
+        if self._abandoned_after is not None:
+            self.run.archive_steps({self.root: self._abandoned_after}, PART)
+            self._abandoned_after = None
         part = step_path(self.root, step) / PART
         publish_dir(part, lambda directory: _write(directory / STATE_FILE, data), sealed=True)
         prune_commits(self.root, self.config.keep, CKPT_PARTS)
@@ -54,7 +59,7 @@ class CheckpointStore:
         """
         if self.config is None or self.config.resume_step is None:
             return 0, None
-        step = self.run.find_resume_step(self.config.resume_step, CKPT_PARTS, verify=PART)
+        step = self.run.find_resume_step(self.config.resume_step, CKPT_PARTS, verify=(PART,))
         if step is None:
             return 0, None
         path = step_path(self.root, step) / PART / STATE_FILE
@@ -73,10 +78,16 @@ class CheckpointStore:
         """Ensure that no batches after `step` exist, which a trainer would read as batches of this run.
 
         With `resume_step`, later batches, evaluations and orchestrator halves are moved aside, even without a
-        checkpoint to resume from. A new run raises `ValueError` for a directory with another run's batches.
+        checkpoint to resume from; halves after a named one before the first is saved, because the trainer may refuse
+        it. A new run raises `ValueError` for a directory with another run's batches.
         """
         if self.config is not None and self.config.resume_step is not None:
-            self.run.archive_steps({self.run.rollouts: step, self.run.evals: step, self.root: step}, PART)
+            last = {self.run.rollouts: step, self.run.evals: step}
+            if self.config.resume_step == -1:
+                last[self.root] = step
+            else:
+                self._abandoned_after = step
+            self.run.archive_steps(last, PART)
         elif any(other > step for other in complete_steps(self.run.rollouts)):
             raise ValueError(self.run.describe_used(CKPT_PARTS, resume="--ckpt.resume-step -1"))
         remove_unfinished(self.run.rollouts)

@@ -118,12 +118,12 @@ class RunDir:
         return *tables, *logs, *evals, self.tensorboard, self.configs, self.state
 
     def find_resume_step(
-        self, requested: int | None, parts: Collection[str], *, verify: str | None = None, options: str = ""
+        self, requested: int | None, parts: Collection[str], *, verify: Collection[str] = (), options: str = ""
     ) -> int | None:
         """The checkpoint to resume from, of which all `parts` are complete; None to start from the beginning.
 
         `requested` -1 is the latest complete one. Raises `ValueError` if the requested one does not exist, if files of
-        its part `verify` are damaged, or if a start from the beginning would overwrite trained steps.
+        its parts `verify` are damaged, or if a start from the beginning would overwrite trained steps.
         """
         if requested is None:
             return None
@@ -140,7 +140,7 @@ class RunDir:
                 f"ckpt.resume_step = {step}: {path} has no complete checkpoint of {' and '.join(parts)}; "
                 f"complete: {', '.join(map(str, commits)) or 'none'}\n  name one of them, or -1 for the latest"
             )
-        if verify is not None and (damage := find_damage(path / verify)):
+        if damage := next(filter(None, (find_damage(path / part) for part in verify)), None):
             raise ValueError(f"checkpoint {step} is damaged: {damage}\n  name another step in ckpt.resume_step")
         return step
 

@@ -75,7 +75,7 @@ def read_resume_state(
 
     def find() -> None:
         requested = None if ckpt is None else ckpt.resume_step
-        step = run.find_resume_step(requested, config.ckpt_parts, verify=PART if verify else None)
+        step = run.find_resume_step(requested, config.ckpt_parts, verify=(PART,) if verify else ())
         if step is not None:
             assert ckpt is not None
             found.append((read_progress(run.checkpoints, step, ckpt), step))

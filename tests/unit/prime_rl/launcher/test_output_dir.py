@@ -83,17 +83,23 @@ def test_resuming_in_a_directory_without_trained_steps_starts(
 
 
 def test_resuming_moves_later_steps_away(tmp_path: Path) -> None:
-    """A checkpoint after the named one would else be mixed with halves of the continued run."""
+    """Later checkpoints stay: trainer and orchestrator move them once they have loaded the named one."""
     for step in (10, 20):
         publish(tmp_path / "weights", step)
         commit(tmp_path, step)
     publish(tmp_path / "weights", 21)
-    output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path), "--ckpt.resume_step", "10"))
+    config = parse("--output_dir", str(tmp_path), "--ckpt.resume_step", "10")
+    seal = tmp_path / "checkpoints" / "step_10" / "trainer" / "STABLE"
+    sealed = seal.read_text()
+    seal.write_text("{")
+    with pytest.raises(ValueError, match=r"checkpoint 10 is damaged(.|\n)*name another step in ckpt\.resume_step"):
+        output_dir.prepare_output_dir(config)
+    assert complete_steps(tmp_path / "weights") == [10, 20, 21]
+    seal.write_text(sealed)
+    output_dir.prepare_output_dir(config)
     assert complete_steps(tmp_path / "weights") == [10]
-    assert complete_steps(tmp_path / "checkpoints", CKPT_PARTS) == [10]
-    archive = tmp_path / "attempts" / "1"
-    assert complete_steps(archive / "weights") == [20, 21]
-    assert complete_steps(archive / "checkpoints", CKPT_PARTS) == [20]
+    assert complete_steps(tmp_path / "checkpoints", CKPT_PARTS) == [10, 20]
+    assert complete_steps(tmp_path / "attempts" / "1" / "weights") == [20, 21]
 
 
 @pytest.mark.parametrize("wanted, left", [("-1", [1, 2]), ("2", [1, 2]), ("3", None), ("9", None)])

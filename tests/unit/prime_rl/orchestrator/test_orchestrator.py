@@ -29,7 +29,7 @@ from prime_rl.orchestrator.policy_version import PolicyVersion
 from prime_rl.orchestrator.rollout_manager import build_generator, find_drop_reason
 from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.weight_relay import WeightRelay
-from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from prime_rl.transport.batches import FilesystemBatchReceiver, FilesystemBatchSender
 from prime_rl.transport.file_watch import wait_for, wait_for_blocking
 from rollouts.training.agent_integration import Rollout, Turn
@@ -695,6 +695,24 @@ def test_checkpoint_requires_both_halves(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"resume_step = 6: .*step_6 has no complete checkpoint .* complete: 4"):
         CheckpointStore(RunDir(tmp_path), OrchestratorCkptConfig(resume_step=6), 7).load()
     assert not CheckpointStore(run, None, 7).is_due(7)
+
+
+def test_later_halves_stay_until_the_first_is_saved(tmp_path: Path) -> None:
+    """Until then the trainer may refuse the named checkpoint, and the run continues from the latest."""
+    run = RunDir(tmp_path)
+    first = CheckpointStore(run, OrchestratorCkptConfig(interval=2), max_steps=None)
+    for step in (2, 4, 6):
+        first.save(step, lambda step=step: {"n": step})
+        publish_dir(step_path(run.checkpoints, step) / "trainer", lambda path: None, sealed=True)
+    store = CheckpointStore(run, OrchestratorCkptConfig(interval=2, resume_step=2), max_steps=None)
+    store.claim_batches(store.load()[0])
+    assert complete_steps(run.checkpoints, CKPT_PARTS) == [2, 4, 6]
+    store.save(3, dict)
+    store.save(4, dict)
+    store.save(6, dict)
+    moved = run.attempts / "1" / "checkpoints" / "step_4" / "orchestrator" / "state.json"
+    assert json.loads(moved.read_text())["n"] == 4 and sorted(run.attempts.iterdir()) == [run.attempts / "1"]
+    assert complete_steps(run.checkpoints, ("orchestrator",)) == [2, 4, 6]
 
 
 def test_resume_before_trainer_commit(tmp_path: Path) -> None:

@@ -517,7 +517,7 @@ def test_damaged_checkpoint_is_rejected(file: str, how: str, tmp_path: Path) -> 
             (directory / name).write_bytes(name.encode() * 9)
 
     publish_dir(part, write, sealed=True)
-    assert find_damage(part) is None and run.find_resume_step(-1, ("trainer",), verify="trainer") == 4
+    assert find_damage(part) is None and run.find_resume_step(-1, ("trainer",), verify=("trainer",)) == 4
     data = (part / file).read_bytes()
     if how == "cut":
         os.truncate(part / file, len(data) // 2)
@@ -528,11 +528,11 @@ def test_damaged_checkpoint_is_rejected(file: str, how: str, tmp_path: Path) -> 
     else:
         (part / file).unlink()
     if (file, how) == ("STABLE", "gone"):  # not a checkpoint
-        assert run.find_resume_step(-1, ("trainer",), verify="trainer") is None
+        assert run.find_resume_step(-1, ("trainer",), verify=("trainer",)) is None
         return
     assert file in (find_damage(part) or "")
     with pytest.raises(ValueError, match=f"(?s)checkpoint 4 is damaged: .*{file}.*ckpt.resume_step"):
-        run.find_resume_step(-1, ("trainer",), verify="trainer")
+        run.find_resume_step(-1, ("trainer",), verify=("trainer",))
 
 
 def test_rl_resumes_from_newest_valid_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
