@@ -240,6 +240,7 @@ def build_relay(
     run = RunDir(config.output_dir)
     alternate_dir = run.broadcasts if config.versions_dir == run.weights else run.weights
     start = servers.version.live
+    stopped = run.find_last_record("orchestrator") if start else 0.0  # this attempt has recorded nothing yet
     return WeightRelay(
         servers,
         is_received=sender.is_received,
@@ -248,5 +249,5 @@ def build_relay(
         before_load=rollouts.wait_until_idle if config.strict_async_level else None,
         ema_servers=ema_servers,
         alternate_dir=None if config.weight_broadcast.delta else alternate_dir,  # an anchor precedes its delta
-        has_resumed=lambda: run.has_resumed("trainer", start),
+        has_resumed=lambda: run.has_resumed("trainer", start, stopped),
     )

@@ -200,15 +200,22 @@ class RunDir:
 
         return sum(row.get("process") in processes for row in load_jsonl(self.attempt_log))
 
-    def has_resumed(self, process: str, step: int) -> bool:
-        """Whether `process` has begun the orchestrator's attempt, after `step`; True if it records no attempts."""
+    def has_resumed(self, process: str, step: int, stopped: float) -> bool:
+        """Whether `process` has begun an attempt after `step` since the time `stopped`; True if it records none.
+
+        Processes that start on their own do so in any order, and each counts its own attempts.
+        """
         from rollouts.training.metrics import load_jsonl
 
-        last = {row.get("process"): row for row in load_jsonl(self.attempt_log)}
-        if process not in last:
-            return True
-        number = last.get("orchestrator", {}).get("attempt", 0)
-        return bool(last[process]["step"] == step and last[process]["attempt"] >= number)
+        rows = [row for row in load_jsonl(self.attempt_log) if row.get("process") == process]
+        return not rows or bool(rows[-1]["step"] == step and rows[-1].get("timestamp", 0.0) > stopped)
+
+    def find_last_record(self, process: str) -> float:
+        """The time of the last row of a process in metrics.jsonl; 0 without one."""
+        from rollouts.training.metrics import load_jsonl
+
+        times = (row["timestamp"] for row in load_jsonl(self.metrics) if row.get("process") == process)
+        return max(times, default=0.0)
 
 
 class Attempts:

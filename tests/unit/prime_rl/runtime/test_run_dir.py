@@ -121,6 +121,30 @@ def test_every_row_has_the_attempt_of_its_step(tmp_path: Path) -> None:
     assert rows == [*first, *again, ("trainer", 2, 0), ("trainer", 3, 0)], "servers follow the orchestrator"
 
 
+@pytest.mark.parametrize(
+    ("attempts", "has_resumed"),
+    [
+        (["orchestrator 0", "trainer 0", "trainer 4", "row", "orchestrator 4"], False),
+        (["orchestrator 0", "trainer 0", "trainer 4", "row", "orchestrator 4", "trainer 4"], True),
+        (["orchestrator 0", "trainer 0", "row", "trainer 4", "orchestrator 4"], True),
+        (["orchestrator 0", "trainer 0", "row", "orchestrator 4", "row", "orchestrator 4", "trainer 4"], True),
+        (["orchestrator 0", "trainer 0", "row", "orchestrator 4"], False),
+        (["orchestrator 0", "row", "orchestrator 4"], True),
+    ],
+)
+def test_a_trainer_has_resumed_since_the_last_attempt(attempts: list[str], has_resumed: bool, tmp_path: Path) -> None:
+    """Trainer and orchestrator start on their own: one may have been restarted alone, or have failed to load."""
+    run, monitor, stopped = RunDir(tmp_path), build_monitor(tmp_path, "orchestrator"), 0.0
+    for event in attempts:
+        process, _, step = event.partition(" ")
+        if process == "row":
+            monitor.log({"a": 1}, 4)
+        else:
+            stopped = run.find_last_record("orchestrator") if process == "orchestrator" else stopped
+            run.begin_attempt(process, int(step))
+    assert run.has_resumed("trainer", 4, stopped) == has_resumed
+
+
 def test_a_part_of_a_run_directory_has_one_writer(tmp_path: Path) -> None:
     with lock_output_dir(tmp_path, "trainer"), lock_output_dir(tmp_path, "orchestrator"):
         for parts in (("trainer",), ("orchestrator",), CKPT_PARTS):
