@@ -88,7 +88,7 @@ def check_proposer(config: EvolveConfig) -> None:
 async def run_search(run: GenerationRun, config: EvolveConfig, context: str, base_urls: Sequence[str]) -> Search:
     """Search with the environment's training examples; writes the files after every candidate."""
     from prime_rl.evolve.proposer import build_proposer, describe_proposer
-    from prime_rl.evolve.records import ProposalLog
+    from prime_rl.evolve.records import ProposalLog, archive_search
     from prime_rl.generation.model_server import connect
     from prime_rl.generation.resume_log import ResumeLog, compute_digest
     from prime_rl.generation.rollout_jobs import ModelEndpoint, choose_rows
@@ -111,11 +111,13 @@ async def run_search(run: GenerationRun, config: EvolveConfig, context: str, bas
             "search": [config.examples, config.minibatch_size, config.stop_reward, len(rows)],
             "proposer": describe_proposer(config.proposer),
         }
+        search_id = compute_digest(settings)
+        archive_search(RunDir(config.output_dir), search_id, resume=config.resume)
         resume_log = ResumeLog(folder, settings, resume=config.resume)
         stack.callback(resume_log.close)
-        proposals = ProposalLog(folder / "proposals.jsonl", compute_digest(settings), resume=config.resume)
+        proposals = ProposalLog(folder / "proposals.jsonl", search_id, resume=config.resume)
         proposer = build_proposer(config, proposer_clients[0])
-        session = EvolveSession(run, config, environment, endpoint, rows, resume_log, proposals, proposer)
+        session = EvolveSession(run, config, environment, endpoint, rows, resume_log, proposals, proposer, search_id)
         return await session.search(context)
 
 
@@ -131,6 +133,9 @@ class EvolveSession:
     resume_log: ResumeLog
     proposals: ProposalLog
     proposer: Proposer
+    search_id: str
+    """Digest of everything that the proposals depend on."""
+
     is_new: bool = field(default=False)
     """Whether the current candidate caused work that was not recorded before."""
 
@@ -239,7 +244,7 @@ class EvolveSession:
 
         from prime_rl.evolve.records import write_search
 
-        write_search(RunDir(self.config.output_dir).evolve, search)
+        write_search(RunDir(self.config.output_dir).evolve, search, self.search_id)
         candidate, best = search.candidates[-1], search.best
         if self.is_new:
             values = {"best": best.mean, "score": candidate.mean, "rollouts": search.num_rollouts}
@@ -312,6 +317,7 @@ def main() -> None:
         "prime_rl.evolve.config:EvolveConfig",
         evolve,
         summary="Search a context (system prompt, playbook) for an environment, proposed by a model or a function.",
+        locks=lambda config: "evolve",
     )
 
 

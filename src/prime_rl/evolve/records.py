@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollouts.training.files import replace_file
+from rollouts.training.json_files import read_json_file
 from rollouts.training.metrics import append_jsonl, load_jsonl
 
 if TYPE_CHECKING:
     from prime_rl.evolve.search import Candidate, Search
+    from prime_rl.runtime.run_dir import RunDir
+
+FILES = ("candidates.jsonl", "best.md", "summary.json")
+"""Result of a search, in the order in which they are written."""
 
 
 class ProposalLog:
@@ -19,10 +25,11 @@ class ProposalLog:
 
     def __init__(self, path: Path, search_id: str, *, resume: bool) -> None:
         self._path, self._search_id = path, search_id
-        rows = load_jsonl(path) if resume and path.exists() else []
-        self._texts = {row["number"]: row["text"] for row in rows if row.get("search") == search_id}
-        if not resume:
-            path.unlink(missing_ok=True)
+        rows = list(load_jsonl(path))
+        self._texts = {row["number"]: row["text"] for row in rows if resume and row.get("search") == search_id}
+        if not resume and path.exists():
+            others = [row for row in rows if row.get("search") != search_id]
+            replace_file(path, "".join(json.dumps(row) + "\n" for row in others))
 
     def find(self, number: int) -> str | None:
         """The recorded proposal."""
@@ -34,7 +41,18 @@ class ProposalLog:
         self._texts[number] = text
 
 
-def write_search(folder: Path, search: Search) -> None:
+def archive_search(run: RunDir, search_id: str, *, resume: bool) -> None:
+    """Move the files of another search in the directory to `attempts/N`, and without `resume` those of this one."""
+    files = [run.evolve / name for name in FILES]
+    try:
+        found = read_json_file(files[-1]).get("search")
+    except (OSError, ValueError):  # none, or not readable
+        found = None
+    if (not resume or found != search_id) and (folder := run.archive(files)) is not None:
+        sys.stdout.write(f"note: the result of an earlier search moved to {folder}\n")
+
+
+def write_search(folder: Path, search: Search, search_id: str) -> None:
     """Write candidates.jsonl, best.md and summary.json, replacing those of the state before."""
     from prime_rl.evolve.search import find_front
 
@@ -46,6 +64,7 @@ def write_search(folder: Path, search: Search) -> None:
         for candidate in search.candidates
     ]
     summary = {
+        "search": search_id,
         "best": best.number,
         "mean": best.mean,
         "initial_mean": search.candidates[0].mean,
@@ -53,9 +72,9 @@ def write_search(folder: Path, search: Search) -> None:
         "rollouts": search.num_rollouts,
         "front": {str(number): wins for number, wins in front.items()},
     }
-    replace_file(folder / "candidates.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    replace_file(folder / "best.md", best.text)
-    replace_file(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    contents = "".join(json.dumps(row) + "\n" for row in rows), best.text, json.dumps(summary, indent=1) + "\n"
+    for name, content in zip(FILES, contents, strict=True):
+        replace_file(folder / name, content)
 
 
 def to_row(candidate: Candidate, texts: dict[int, str]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class RunDir:
         return self.configs / f"{process}.toml"
 
     def lock(self, part: str) -> Path:
-        """The file that is locked by the process that writes `part`, one of `CKPT_PARTS` or "serve"."""
+        """The file that is locked by the process that writes `part`, one of `CKPT_PARTS`, "serve" or "evolve"."""
         return self.root / f".lock-{part}"
 
     def log(self, process: str) -> Path:

@@ -116,6 +116,19 @@ def test_interrupted_search_ends_in_the_same_candidates(api: FakeApi, tmp_path: 
     assert all((tmp_path / "a/evolve" / n).read_bytes() == (tmp_path / "b/evolve" / n).read_bytes() for n in names)
 
 
+def test_another_search_keeps_the_files_of_the_first(api: FakeApi, tmp_path: Path) -> None:
+    first = run(build_config(tmp_path), api)
+    other = run(build_config(tmp_path, context="a7", budget=6), api)
+    assert (tmp_path / "evolve" / "best.md").read_text() == other.best.text == "a7"
+    assert (tmp_path / "attempts" / "1" / "evolve" / "best.md").read_text() == first.best.text
+    run(build_config(tmp_path, context="a7", budget=6, resume=False), api)
+    api.requests.clear()
+    again = run(build_config(tmp_path), api)
+    assert again.candidates == first.candidates and not api.requests, "its rollouts and proposals are still recorded"
+    run(build_config(tmp_path), api)
+    assert [path.name for path in sorted((tmp_path / "attempts").iterdir())] == ["1", "2", "3"]
+
+
 def test_rewards_that_raise_count_as_zero(api: FakeApi, tmp_path: Path) -> None:
     def reward(completion: str, answer: str) -> float:
         return float(int(completion) == int(answer))  # of "?" it raises

@@ -154,14 +154,18 @@ def test_a_part_of_a_run_directory_has_one_writer(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("command", ["trainer", "sft", "orchestrator", "rl"])
+@pytest.mark.parametrize("command", ["trainer", "sft", "orchestrator", "rl", "evolve"])
 def test_a_command_refuses_a_directory_in_use(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [command, "--model.name", "tiny-qwen3", "--output-dir", str(tmp_path)]
-    argv += {"sft": ["--data.type", "fake"], "rl": ["--model.debug.random-init"]}.get(command, [])
+    argv += {
+        "sft": ["--data.type", "fake"],
+        "rl": ["--model.debug.random-init"],
+        "evolve": ["--env.0.id", "facts"],
+    }.get(command, [])
     monkeypatch.setattr("sys.argv", ["prime_rl", *argv])
-    with lock_output_dir(tmp_path, *CKPT_PARTS), pytest.raises(SystemExit) as end:
+    with lock_output_dir(tmp_path, *CKPT_PARTS, "evolve"), pytest.raises(SystemExit) as end:
         __main__.main()
     assert end.value.code == 2 and "is in use by another run" in capsys.readouterr().err
     assert not RunDir(tmp_path).configs.exists()
