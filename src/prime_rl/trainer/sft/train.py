@@ -49,7 +49,7 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
         choose_date,
         find_eos_ids,
     )
-    from prime_rl.trainer.sft.validation import is_val_due, run_validation
+    from prime_rl.trainer.sft.validation import is_val_due, is_val_missing, run_validation
     from rollouts.training.rl_losses import nll_loss
 
     tokenizer = build_tokenizer(config)
@@ -71,8 +71,12 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
         eos_ids=find_eos_ids(tokenizer, backend.model_dir, config.tokenizer.name) if tokenizer else (),
     )
     timer = run.timer
-    if config.val is not None and config.val.eval_on_start and run.first_step == 1:
-        run_validation(run, config.data.seq_len, batches.held_out, 0)
+    if start := run.first_step - 1:
+        is_val_first = is_val_due(start, config.val, config.max_steps) and is_val_missing(run, start)
+    else:
+        is_val_first = config.val is not None and config.val.eval_on_start
+    if is_val_first:
+        run_validation(run, config.data.seq_len, batches.held_out, start)
 
     for step in run.steps():
         with timer("load_data"):

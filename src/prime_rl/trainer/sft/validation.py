@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from prime_rl.runtime.run_dir import Attempts
 from prime_rl.trainer.config import SFTValConfig
+from rollouts.training.metrics import load_jsonl
 from rollouts.training.rl_losses import nll_loss
 from rollouts.training.steps import is_due
 from rollouts.training.types import Sample
@@ -20,6 +22,19 @@ if TYPE_CHECKING:
 def is_val_due(step: int, val: SFTValConfig | None, max_steps: int | None) -> bool:
     """Whether to evaluate the held-out samples after this step."""
     return val is not None and is_due(step, val.interval, max_steps)
+
+
+def is_val_missing(run: TrainerRun, step: int) -> bool:
+    """Whether the step that the run resumes from has no validation: the run was killed after its checkpoint."""
+
+    def find() -> bytes:
+        out = run.publisher.run
+        attempt = Attempts(out.root, "sft").find(step)
+        rows = (row for row in load_jsonl(out.metrics) if row.get("process") == "sft" and row.get("step") == step)
+        return b"" if any(row.get("attempt", 0) == attempt and "val_loss/mean" in row for row in rows) else b"1"
+
+    ranks = run.backend.ranks
+    return bool(ranks.broadcast(find() if ranks.rank == 0 else b""))
 
 
 def run_validation(run: TrainerRun, seq_len: int, samples: Sequence[Sample], step: int) -> None:

@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -22,6 +23,7 @@ from tokenizers.processors import TemplateProcessing
 
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import SFTConfig
+from prime_rl.trainer.sft import validation
 from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, name_parts
 from prime_rl.trainer.sft.samples import TokenizationStats, TokenizedSamples, tokenize_data, tokenize_rows
 from prime_rl.trainer.sft.train import train
@@ -29,7 +31,7 @@ from prime_rl.utils.pydantic_config import ConfigError, parse_argv
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.mixing import build_epoch_order
 from rollouts.training.datasets.rows import find_files, load_rows
-from rollouts.training.metrics import load_jsonl
+from rollouts.training.metrics import load_jsonl, load_last_attempts
 from rollouts.training.types import Sample
 
 ROOT = Path(__file__).parents[4]
@@ -469,6 +471,27 @@ def test_validation_loss_decreases(tmp_path: Path) -> None:
     rows = [row for row in load_jsonl(tmp_path / "out/metrics.jsonl") if "val_loss/mean" in row]
     assert [row["step"] for row in rows] == [0, 5, 10, 12] and rows[0]["val/samples"] == 5
     assert rows[-1]["val_loss/mean"] < rows[0]["val_loss/mean"] / 2
+
+
+def test_a_resume_makes_up_for_a_lost_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run was killed between a checkpoint and the end of the validation of its step."""
+    name = str(write(tmp_path / "rows.jsonl", pairs("a", 40)))
+    options = {"val": {"num_samples": 4, "interval": 2}, "output_dir": tmp_path / "out", "max_steps": 4}
+    run_validation = validation.run_validation
+
+    def die_at(step: int) -> None:
+        def run(*args: Any) -> None:
+            assert args[-1] != step, "killed"
+            run_validation(*args)
+
+        monkeypatch.setattr(validation, "run_validation", run)
+
+    for step, resume in ((2, False), (4, True), (-1, True), (-1, True)):
+        die_at(step)
+        with nullcontext() if step == -1 else pytest.raises(AssertionError, match="killed"):
+            train(make_config({"name": name}, ckpt={"interval": 2}, resume=resume, **options))
+    rows = load_last_attempts(tmp_path / "out/metrics.jsonl")
+    assert [row["step"] for row in rows if "val_loss/mean" in row] == [0, 2, 4]
 
 
 def test_validation_data_may_be_a_subset(tmp_path: Path, tokenizer: Any) -> None:
