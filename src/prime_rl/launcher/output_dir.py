@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.configuration.command import record_config
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir, find_used
-from rollouts.training.steps import complete_steps, find_damage, prune_steps, remove_unfinished, step_path
+from rollouts.training.steps import prune_steps, remove_unfinished, step_path
 
 if TYPE_CHECKING:
     from prime_rl.config import RLConfig
@@ -32,7 +31,7 @@ def prepare_output_dir(config: RLConfig) -> None:
         prepare_new_run(config, run)
     else:
         if resume_step == -1:
-            quarantine_corrupt_checkpoints(run.checkpoints)
+            run.quarantine_corrupt_checkpoints(CKPT_PARTS)
         prepare_resume(run, resume_step)
     for root in run.step_dirs:
         remove_unfinished(root)
@@ -48,17 +47,6 @@ def prepare_new_run(config: RLConfig, run: RunDir) -> None:
     run.archive(run.records)
     for root, steps in used.items():
         remove_steps(root, steps)
-
-
-def quarantine_corrupt_checkpoints(root: Path) -> None:
-    """Rename corrupt checkpoints that are newer than the newest intact one, so that resuming skips them."""
-    for step in reversed(complete_steps(root, CKPT_PARTS)):
-        damage = next(filter(None, (find_damage(step_path(root, step) / part) for part in CKPT_PARTS)), None)
-        if damage is None:
-            return
-        aside = root / f"damaged-{step_path(root, step).name}-{time.time_ns()}"
-        step_path(root, step).rename(aside)
-        sys.stdout.write(f"warning: checkpoint {step} is damaged ({damage}): renamed to {aside.name}\n")
 
 
 def prepare_resume(run: RunDir, requested: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -140,9 +141,19 @@ class RunDir:
                 f"ckpt.resume_step = {step}: {path} has no complete checkpoint of {' and '.join(parts)}; "
                 f"complete: {', '.join(map(str, commits)) or 'none'}\n  name one of them, or -1 for the latest"
             )
-        if damage := next(filter(None, (find_damage(path / part) for part in verify)), None):
+        if damage := _find_damaged_part(path, verify):
             raise ValueError(f"checkpoint {step} is damaged: {damage}\n  name another step in ckpt.resume_step")
         return step
+
+    def quarantine_corrupt_checkpoints(self, parts: Collection[str]) -> None:
+        """Rename checkpoints with corrupt `parts` above the newest intact one, so that resuming skips them."""
+        for step in reversed(complete_steps(self.checkpoints, parts)):
+            path = step_path(self.checkpoints, step)
+            if (damage := _find_damaged_part(path, parts)) is None:
+                return
+            aside = self.checkpoints / f"damaged-{path.name}-{time.time_ns()}"
+            path.rename(aside)
+            sys.stdout.write(f"warning: checkpoint {step} is damaged ({damage}): renamed to {aside.name}\n")
 
     def describe_used(self, parts: Collection[str], *, resume: str = RESUME_OPTION, options: str = "") -> str:
         """Why a run must not start here, and how to fix it; `options` are further fixes of the command."""
@@ -282,6 +293,11 @@ def find_steps(root: Path) -> list[int]:
 def find_used(roots: Iterable[Path]) -> dict[Path, list[int]]:
     """The existing steps by directory; directories without steps are omitted."""
     return {root: steps for root in roots if (steps := find_steps(root))}
+
+
+def _find_damaged_part(path: Path, parts: Collection[str]) -> str | None:
+    """`find_damage` of the first damaged part of a checkpoint."""
+    return next(filter(None, (find_damage(path / part) for part in parts)), None)
 
 
 def _create_numbered(root: Path) -> Path:

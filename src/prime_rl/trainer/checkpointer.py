@@ -63,21 +63,23 @@ def archive_earlier_run(run: RunDir) -> None:
         logger.info(f"Versions of an earlier run moved to {folder}")
 
 
-def read_resume_state(
-    config: TrainConfig | SFTConfig, ranks: Ranks, *, verify: bool = False
-) -> tuple[dict[str, Any], int | None]:
-    """Progress and step of the configured checkpoint, or `({}, None)`; `verify`: its files are not damaged.
+def read_resume_state(config: TrainConfig | SFTConfig, ranks: Ranks) -> tuple[dict[str, Any], int | None]:
+    """Progress and step of the configured checkpoint, whose files are intact, or `({}, None)`.
 
-    Rank 0 selects the step, because other ranks may see an older state of a shared file system.
+    Rank 0 selects the step, because other ranks may see an older state of a shared file system. Without an
+    orchestrator, whose step must be the same, damaged checkpoints are skipped when the latest is wanted.
     """
     run, ckpt = RunDir(config.output_dir), config.ckpt
     found: list[tuple[dict[str, Any], int]] = []
 
     def find() -> None:
-        requested = None if ckpt is None else ckpt.resume_step
-        step = run.find_resume_step(requested, config.ckpt_parts, verify=(PART,) if verify else ())
+        if ckpt is None:
+            return
+        skips_damaged = ckpt.resume_step == -1 and config.ckpt_parts == (PART,)
+        if skips_damaged:
+            run.quarantine_corrupt_checkpoints(config.ckpt_parts)
+        step = run.find_resume_step(ckpt.resume_step, config.ckpt_parts, verify=() if skips_damaged else (PART,))
         if step is not None:
-            assert ckpt is not None
             found.append((read_progress(run.checkpoints, step, ckpt), step))
 
     ranks.run_on_rank0(find)
@@ -90,14 +92,13 @@ def find_first_step(step: int | None, ckpt: CkptConfig | None) -> int:
     return 1 if step is None or (ckpt is not None and ckpt.skip_progress) else step + 1
 
 
-def resume(config: TrainConfig | SFTConfig, backend: Backend) -> tuple[dict[str, Any], int]:
-    """Load the configured checkpoint, if any; returns the saved progress and the first step.
+def resume(config: TrainConfig | SFTConfig, backend: Backend, step: int | None) -> tuple[dict[str, Any], int]:
+    """Load the checkpoint of `step`, from `read_resume_state`, if any; returns its progress and the first step.
 
     Later steps are moved to `attempts/N`; of a new stage (`skip_progress`) all steps, after its start is saved as
     checkpoint 0.
     """
     run, ranks, ckpt = RunDir(config.output_dir), backend.ranks, config.ckpt
-    _, step = read_resume_state(config, ranks, verify=True)
     ranks.run_on_rank0(lambda: remove_unfinished(run.checkpoints, PART))
     if step is None:
         return {}, 1

@@ -180,14 +180,15 @@ def build_run(
     config: TrainConfig | SFTConfig,
     process: str,
     backend: Backend,
+    step: int | None,
     *,
     tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
     eos_ids: Sequence[int] = (),
 ) -> TrainerRun:
-    """Set up a run, resuming from a checkpoint if configured."""
+    """Set up a run; `step`: of the checkpoint to resume from, if any."""
     out, rank, place = RunDir(config.output_dir), backend.ranks.rank, backend.placement
-    progress, first_step = resume(config, backend)
+    progress, first_step = resume(config, backend, step)
     if rank == 0:
         remove_unfinished(out.weights)
         remove_unfinished(out.broadcasts)

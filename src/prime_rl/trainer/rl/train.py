@@ -32,6 +32,7 @@ def train(config: TrainConfig, *, keeps_output: bool = True) -> int:
         return run_bench(config, train)
     from prime_rl.runtime.core_lease import open_core_lease
     from prime_rl.telemetry.health_checks import TrainerHealthChecks
+    from prime_rl.trainer.checkpointer import read_resume_state
     from prime_rl.trainer.rl.data import apply_reference_regularization, build_batches, check_batch
     from prime_rl.trainer.rl.logprob_recorder import LogprobRecorder
     from prime_rl.trainer.rl.loss import build_loss_schedule
@@ -42,7 +43,8 @@ def train(config: TrainConfig, *, keeps_output: bool = True) -> int:
 
     config.loss.import_custom()  # fails before the model is loaded
     backend = start_backend(config, "trainer")
-    run = build_run(config, "trainer", backend)
+    _, resumed_step = read_resume_state(config, backend.ranks)
+    run = build_run(config, "trainer", backend, resumed_step)
     timer, cores = run.timer, open_core_lease()
     vocab_size = backend.model.config.vocab_size
     batches = build_batches(config, vocab_size)

@@ -54,18 +54,19 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
 
     tokenizer = build_tokenizer(config)
     backend = start_backend(config, "sft")
-    progress, step = read_resume_state(config, backend.ranks)
+    progress, resumed_step = read_resume_state(config, backend.ranks)
     date = choose_date(progress, backend.ranks)
     batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer, date)
     check_positions(batches, backend.model.max_positions)
     position = batches.restore(progress)
     if config.num_epochs is not None:
-        num_before = find_first_step(step, config.ckpt) - 1
+        num_before = find_first_step(resumed_step, config.ckpt) - 1
         config = set_num_steps(config, num_before + batches.count_steps(config.num_epochs, position), backend)
     run = build_run(
         config,
         "sft",
         backend,
+        resumed_step,
         tokenizer_dir=resolve_model_dir(config.tokenizer.name) if config.tokenizer.name else None,
         chat_template=tokenizer.chat_template if tokenizer and config.tokenizer.chat_template else None,
         eos_ids=find_eos_ids(tokenizer, backend.model_dir, config.tokenizer.name) if tokenizer else (),

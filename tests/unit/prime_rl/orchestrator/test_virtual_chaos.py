@@ -21,8 +21,7 @@ from simulated_run import Faults, World, content, make_world
 from test_simulated_runs import quiet
 from virtual_time import run
 
-from prime_rl.launcher.output_dir import quarantine_corrupt_checkpoints
-from prime_rl.runtime.run_dir import CKPT_PARTS
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from rollouts.training.steps import complete_steps, step_path
 
 __all__ = ["quiet"]
@@ -91,7 +90,7 @@ def disturb(world: World, monkeypatch: pytest.MonkeyPatch, draw: random.Random, 
         if draw.random() < 0.3:
             hits["cut files"] += damage(world.out, draw)
         with contextlib.redirect_stdout(io.StringIO()):
-            quarantine_corrupt_checkpoints(world.out / "checkpoints")
+            RunDir(world.out).quarantine_corrupt_checkpoints(CKPT_PARTS)
     else:
         world.writes_left = None
         assert attempt(world, monkeypatch, None)

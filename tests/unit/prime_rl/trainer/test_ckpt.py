@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from prime_rl.launcher.output_dir import quarantine_corrupt_checkpoints
-from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from prime_rl.runtime.run_state import read_run_state
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.checkpointer import Checkpointer
@@ -536,17 +535,31 @@ def test_damaged_checkpoint_is_rejected(file: str, how: str, tmp_path: Path) -> 
 
 
 def test_rl_resumes_from_newest_valid_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = RunDir(tmp_path).checkpoints
     for step in (1, 2, 3):
-        for part in ("trainer", "orchestrator"):
-            publish_dir(
-                step_path(tmp_path, step) / part, lambda path: (path / "x").write_text("x") and None, sealed=True
-            )
-    (step_path(tmp_path, 3) / "orchestrator" / "x").write_text("")
-    (step_path(tmp_path, 2) / "trainer" / "x").unlink()
-    quarantine_corrupt_checkpoints(tmp_path)
-    assert complete_steps(tmp_path, ("trainer", "orchestrator")) == [1]
+        for part in CKPT_PARTS:
+            publish_dir(step_path(root, step) / part, lambda path: (path / "x").write_text("x") and None, sealed=True)
+    (step_path(root, 3) / "orchestrator" / "x").write_text("")
+    (step_path(root, 2) / "trainer" / "x").unlink()
+    RunDir(tmp_path).quarantine_corrupt_checkpoints(CKPT_PARTS)
+    assert complete_steps(root, CKPT_PARTS) == [1]
     reported = capsys.readouterr().out
     assert (
         "checkpoint 3 is damaged" in reported and "checkpoint 2 is damaged" in reported and "x is missing" in reported
     )
-    assert len(list(tmp_path.glob("damaged-step_*"))) == 2, "kept, never deleted"
+    assert len(list(root.glob("damaged-step_*"))) == 2, "kept, never deleted"
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+@pytest.mark.parametrize("file", ["state.json", "model.safetensors"])
+def test_a_trainer_alone_skips_a_damaged_checkpoint(kind: str, file: str, tmp_path: Path) -> None:
+    make, train = (sft_config, train_sft) if kind == "sft" else (rl_config, train_rl)
+    run = RunDir(tmp_path / "run")
+    train(make(run.root, max_steps=4, ckpt={"interval": 2}))
+    before = read_manifest(run.weights / "step_4")
+    (step_path(run.checkpoints, 4) / "trainer" / file).write_text("{")
+    with pytest.raises(ValueError, match=r"checkpoint 4 is damaged(.|\n)*name another step in ckpt\.resume_step"):
+        train(make(run.root, max_steps=4, ckpt={"resume_step": 4}))
+    train(make(run.root, max_steps=4, ckpt={"resume_step": -1}))
+    assert read_manifest(run.weights / "step_4") == before and complete_steps(run.checkpoints, ("trainer",)) == [2, 4]
+    assert len(list(run.checkpoints.glob("damaged-step_4-*"))) == 1, "kept, never deleted"
