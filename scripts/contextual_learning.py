@@ -17,6 +17,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,15 @@ class Loop:
     seed: int
     stages: Stages
     results: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Model, seed and digests of the files of finished stages."""
 
     def run(self) -> None:
         """Run all rounds; ends early once no context is found, or all training or held-out examples are solved."""
         file = self.output_dir / STEPS_FILE
         self.results = json.loads(file.read_text()) if file.is_file() else {}
+        self.settings = self.results.pop("settings", {})
+        self.check({"model": self.model, "seed": self.seed})
         self.evaluate("start", self.model)
         model = self.model
         for number in range(1, self.rounds + 1):
@@ -113,17 +118,31 @@ class Loop:
 
     def do(self, title: str, command: str, output_dir: Path, model: str, options: list[str]) -> bool:
         """Run a stage unless its results are recorded; whether it was run."""
+        file = self.folder / f"{command}.toml"
+        settings = {file.name: sha256(file.read_bytes()).hexdigest()}
+        self.check(settings)
         if title in self.results:
             return False
-        given = ["@", shown(self.folder / f"{command}.toml"), "--model.name", model, "--seed", str(self.seed)]
+        given = ["@", shown(file), "--model.name", model, "--seed", str(self.seed)]
         self.stages.run(title, command, *given, "--output-dir", str(output_dir), *options)
+        self.settings |= {"model": self.model, "seed": self.seed, **settings}
         return True
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """End the script if finished stages had other settings."""
+        for name, value in settings.items():
+            if self.settings.get(name, value) != value:
+                other = f": {self.settings[name]}" if name in ("model", "seed") else ""
+                raise SystemExit(
+                    f"error: {shown(self.output_dir)} has finished stages with another {name}{other}\n"
+                    "  choose another --output-dir"
+                )
 
     def record(self, title: str, result: Mapping[str, Any]) -> None:
         """Record a finished stage."""
         self.results[title] = result
         temporary = self.output_dir / f".{STEPS_FILE}"
-        temporary.write_text(json.dumps(self.results, indent=1) + "\n")
+        temporary.write_text(json.dumps({"settings": self.settings, **self.results}, indent=1) + "\n")
         temporary.replace(self.output_dir / STEPS_FILE)
 
     def write_report(self) -> None:

@@ -117,10 +117,12 @@ class Example:
         finished = [path for path in sorted(self.output_dir.glob("*/result.json")) if path.parent.name != UNTOUCHED]
         if finished:
             self.console.print(f"Finished before, not repeated: {', '.join(shown(path.parent) for path in finished)}")
-        untouched = keep_result(self.output_dir / UNTOUCHED, self.run_untouched)
+        settings = {"--model.name": self.model, "--max-steps": self.max_steps, "--num-examples": self.num_examples}
+        untouched = keep_result(self.output_dir / UNTOUCHED, self.run_untouched, settings)
         results = {}
         for seed in seeds:
-            results[seed] = keep_result(self.output_dir / f"seed_{seed}", partial(self.run_seed, seed=seed))
+            directory = self.output_dir / f"seed_{seed}"
+            results[seed] = keep_result(directory, partial(self.run_seed, seed=seed), settings)
         page = render_scores(untouched, results) + self.render_samples(seeds[0])
         (self.output_dir / "results.md").write_text(page)
         self.console.rule(f"[bold]{self.folder.name}", align="left")
@@ -165,15 +167,17 @@ def describe(stages: Stages, scores: dict[str, Any], curves: dict[str, Any]) -> 
     }
 
 
-def keep_result(directory: Path, run: Callable[[Path], Result]) -> Result:
+def keep_result(directory: Path, run: Callable[[Path], Result], settings: dict[str, Any]) -> Result:
     """The result in a directory; `run` makes it where it is missing."""
     path = directory / "result.json"
     if not path.is_file():
         if directory.exists():
             raise SystemExit(f"error: {shown(directory)} is an unfinished run: remove it, or choose --output-dir")
-        result = run(directory)
+        result = run(directory) | {"settings": settings}
         path.write_text(json.dumps(result, indent=1) + "\n")
     kept: Result = json.loads(path.read_text())
+    if other := [name for name, value in kept.get("settings", settings).items() if settings.get(name) != value]:
+        raise SystemExit(f"error: {shown(directory)} has another {other[0]}: choose another --output-dir")
     return kept
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,6 +108,22 @@ def test_interrupted_loop_repeats_no_finished_stage(tmp_path: Path, fail_at: int
     run(tmp_path / "b", stages)
     assert [one[:2] for one in stages.commands] == [one[:2] for one in whole.commands]
     assert (tmp_path / "a/report.md").read_text() == (tmp_path / "b/report.md").read_text()
+
+
+def test_stages_of_other_settings_are_not_reused(tmp_path: Path) -> None:
+    stages, folder = FakeStages([0.0, 0.4, 0.8]), tmp_path / "files"
+    loop = run(tmp_path / "out", stages, rounds=1)
+    shutil.copytree(loop.folder, folder)
+    make, out = type(loop), tmp_path / "out"
+    for model, seed, words in (("other", 7, "another model: m"), ("m", 8, "another seed: 7")):
+        with pytest.raises(SystemExit, match=words):
+            make(loop.folder, out, model, 1, seed, stages).run()
+    number = len(stages.commands)
+    make(folder, out, "m", 1, 7, stages).run()
+    (folder / "rl.toml").write_text("")
+    with pytest.raises(SystemExit, match=r"another rl\.toml(.|\n)*choose another --output-dir"):
+        make(folder, out, "m", 1, 7, stages).run()
+    assert len(stages.commands) == number
 
 
 @pytest.mark.parametrize(

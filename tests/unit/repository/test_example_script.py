@@ -98,6 +98,21 @@ def test_distillations_show_gap_and_retention(tmp_path: Path) -> None:
     assert cells in page
 
 
+def test_results_of_other_settings_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    keep_result = importlib.import_module("example").keep_result
+
+    def run(directory: Path) -> dict[str, int]:
+        directory.mkdir()
+        return {"seconds": 1}
+
+    one, other = ({"--model.name": name, "--max-steps": None} for name in ("a", "b"))
+    kept = keep_result(tmp_path / "seed_0", run, one)
+    assert kept["seconds"] == 1 and keep_result(tmp_path / "seed_0", run, one) == kept
+    with pytest.raises(SystemExit, match=r"another --model\.name: choose another --output-dir"):
+        keep_result(tmp_path / "seed_0", run, other)
+
+
 def test_only_local_models_forbid_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     is_local = importlib.import_module("stages").is_local
