@@ -104,13 +104,16 @@ async def run_evaluation(
 async def iter_endpoints(
     config: EvalConfig, job: EvalJob, base_urls: Sequence[str], clients: list[Any]
 ) -> AsyncIterator[ModelEndpoint]:
-    """Yield the given model, or each step of `weights_dir` after the servers loaded it."""
+    """Yield the given model, or each step of `weights_dir` after the servers loaded it.
+
+    Steps that were not named, and that a run in progress has removed meanwhile, are skipped.
+    """
     from loguru import logger
 
     from prime_rl.generation.model_server import list_models
     from prime_rl.generation.rollout_jobs import ModelEndpoint
-    from rollouts.training.steps import parse_step, step_path
-    from rollouts.training.weight_sync import PrimeEngine, sync_weights_to_engines
+    from rollouts.training.steps import is_complete, parse_step, step_path
+    from rollouts.training.weight_sync import PrimeEngine, WeightSyncError, sync_weights_to_engines
 
     if config.weights_dir is None:
         yield ModelEndpoint(clients, job.model, parse_step(Path(job.model).name) or 0)
@@ -122,7 +125,13 @@ async def iter_endpoints(
     for step in job.steps:
         path = step_path(config.weights_dir, step).resolve()
         logger.info(f"Loading {path}")
-        await sync_weights_to_engines(engines, str(path))
+        try:
+            await sync_weights_to_engines(engines, str(path))
+        except WeightSyncError:
+            if config.steps or is_complete(path):
+                raise
+            logger.warning(f"Skipped {path}: the run that writes weights_dir has removed it meanwhile")
+            continue
         yield ModelEndpoint(clients, name, step)
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from rollouts.training.environments import digest_code
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import publish_step
 from rollouts.training.types import Status
-from rollouts.training.weight_sync import HttpServer
+from rollouts.training.weight_sync import HttpServer, WeightSyncError
 
 
 def rollout(reward: float, length: int = 2, **fields: Any) -> Rollout:
@@ -489,6 +490,32 @@ def test_loading_a_step_may_take_as_long_as_a_request(
         return [found.version async for found in iter_endpoints(config, job, ["http://localhost:9/v1"], [client])]
 
     assert anyio.run(steps) == [5]
+
+
+@pytest.mark.parametrize("options", [[], ["--steps", "5,6,7"]])
+def test_steps_that_a_run_has_removed_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    async def list_models(client: Any) -> list[str]:
+        return []
+
+    async def load(engines: list[HttpServer], path: str) -> None:
+        if not Path(path).exists():
+            raise WeightSyncError(path, [("http://localhost:9", "does not exist")])
+
+    monkeypatch.setattr("prime_rl.generation.model_server.list_models", list_models)
+    monkeypatch.setattr("rollouts.training.weight_sync.sync_weights_to_engines", load)
+    for step in (5, 7):
+        publish_step(tmp_path, step, lambda directory: None)
+    config = parse("--weights-dir", str(tmp_path), *options)
+
+    async def steps() -> list[int]:
+        client = SimpleNamespace(headers={})
+        job = EvalJob(str(tmp_path / "step_5"), (), (5, 6, 7))
+        return [found.version async for found in iter_endpoints(config, job, ["http://localhost:9/v1"], [client])]
+
+    with pytest.raises(WeightSyncError, match="step_6") if options else nullcontext():
+        assert anyio.run(steps) == [5, 7]
 
 
 def test_dtype_and_exactness_of_its_own_server() -> None:
