@@ -17,7 +17,7 @@ class ExportConfig(BaseConfig):
     """Checkpoint and output directory."""
 
     output_dir: Path
-    """Directory to write: config.json, model.safetensors, tokenizer and chat template."""
+    """New directory to write: config.json, model.safetensors, tokenizer and chat template."""
     source: Literal["base", "mid", "sft", "rl", "prime_rl"] = "sft"
     """Stage of the checkpoint."""
     model_tag: str | None = None
@@ -30,12 +30,16 @@ def export(config: ExportConfig) -> int:
     """Write the directory; the exit code."""
     from nanochat.checkpoint_manager import load_model
     from nanochat.hf_format import export_model
+    from prime_rl.pretrained.cache import build_once
 
+    if config.output_dir.exists():
+        raise ValueError(f"{config.output_dir} exists: choose another --output_dir or remove it")
     model, tokenizer, meta = load_model(config.source, "cpu", model_tag=config.model_tag, step=config.step)
-    export_model(config.output_dir, model, tokenizer)
+    build_once(config.output_dir, lambda directory: export_model(directory, model, tokenizer))
     print(f"{config.source} step {meta['step']} -> {config.output_dir}")
     return 0
 
 
 if __name__ == "__main__":
-    run_command("export_nanochat", ExportConfig, export, summary=str(__doc__).splitlines()[0])
+    summary = str(__doc__).splitlines()[0]
+    run_command("export_nanochat", ExportConfig, export, summary=summary, writes=lambda _: False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,25 @@ def test_transformers_computes_the_same(directory: Path, model: GPT, monkeypatch
     ids = torch.arange(40)[None] * 5 % 270
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_an_export_is_whole_and_replaces_nothing(
+    directory: Path, model: GPT, tokenizer: NanochatTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "scripts"))
+    script = importlib.import_module("export_nanochat")
+    monkeypatch.setattr("nanochat.checkpoint_manager.load_model", lambda *_, **__: (model, tokenizer, {"step": 3}))
+    config = script.ExportConfig(output_dir=tmp_path / "new" / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr("nanochat.hf_format.CHAT_TEMPLATE", None)  # fails at the last file
+        with pytest.raises(TypeError):
+            script.export(config)
+    assert not list((tmp_path / "new").iterdir())
+    assert script.export(config) == 0
+    names = sorted(path.name for path in config.output_dir.iterdir())
+    assert names == sorted(path.name for path in directory.iterdir())
+    with pytest.raises(ValueError, match=r"model exists: choose another --output_dir or remove it"):
+        script.export(config)
 
 
 def test_names_go_to_files_and_back(directory: Path, model: GPT) -> None:
