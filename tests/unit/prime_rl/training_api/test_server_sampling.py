@@ -12,9 +12,8 @@ import pytest
 from running_server import RunningServer
 from training_requests import TOKENS, Server, open_server
 
-from prime_rl.training_api.wire import LENGTH
-
 from prime_rl.training_api.sampling import Sampler
+from prime_rl.training_api.wire import LENGTH
 
 Servers = tuple[Server, Server, RunningServer]
 """One that samples itself, one that uses an inference server, and the inference server."""
