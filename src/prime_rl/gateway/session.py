@@ -63,8 +63,10 @@ class Session:
         """Messages up to each answer of the Responses API, by its id."""
         self._client = client
         self._sampling_args = build_request(sampling_args)
-        self._written: dict[bytes, Message] = {}
-        """The engine's messages with their reasoning, which is not compared or sent again."""
+        self._written: dict[bytes, list[int]] = {}
+        """The engine's messages, each with the numbers of the conversations that it ends."""
+        self._reasoned: list[Message] = []
+        """The last message of each conversation with its reasoning, which is not compared or sent again."""
         self._written_loosely: dict[bytes, Message] = {}
         self._answers: dict[bytes, Any] = {}
         self._unanswered: Counter[bytes] = Counter()
@@ -104,7 +106,20 @@ class Session:
         """The last conversation: the messages before the engine's first one, and the others."""
         last = self.conversations[-1]
         start = next(i for i, message in enumerate(last) if self._is_written(message))
-        return last[:start], [self._written.get(encode_exact(message), message) for message in last[start:]]
+        return last[:start], [self._add_reasoning(last[: i + 1]) for i in range(start, len(last))]
+
+    def _add_reasoning(self, messages: list[Message]) -> Message:
+        """The last one of these messages, with its reasoning if the engine wrote it.
+
+        Of equal answers, it is the one with the most of these messages before it: a history may be shortened.
+        """
+
+        def likeness(number: int) -> tuple[int, int, int]:
+            known = self.conversations[number]
+            return _count_common_end(known, messages), -len(known), number
+
+        ended = self._written.get(encode_exact(messages[-1]))
+        return messages[-1] if ended is None else self._reasoned[max(ended, key=likeness)]
 
     def _build_body(self, request: ChatRequest) -> dict[str, Any]:
         body = dict(self._sampling_args)
@@ -158,7 +173,8 @@ class Session:
     def _record(self, messages: list[Message], tools: list[dict[str, Any]] | None, answer: Any) -> None:
         choice = answer.choices[0]
         message = read_message(choice.message)
-        self._written[encode_exact(message)] = add_reasoning(message, choice.message)
+        self._written.setdefault(encode_exact(message), []).append(len(self.conversations))
+        self._reasoned.append(add_reasoning(message, choice.message))
         self._written_loosely[encode_loose(message)] = message
         self.conversations.append([*messages, message])
         self.tools = tools
@@ -166,6 +182,11 @@ class Session:
         self.num_completion_tokens = add_usage(self.num_completion_tokens, answer)
         if (turn := read_turn(answer)) is not None:
             self.turns.append(turn)
+
+
+def _count_common_end(one: list[Message], other: list[Message]) -> int:
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return next((i for i, (first, second) in enumerate(pairs) if first != second), min(len(one), len(other)))
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:

@@ -334,6 +334,25 @@ def test_the_recorded_conversation_has_reasoning() -> None:
     assert (client.requests[1]["messages"][1], session.num_unmatched) == (said, 0)
 
 
+@pytest.mark.parametrize(("start", "stop", "expected"), [(0, 6, "0123"), (0, 4, "013"), (2, 6, "123"), (0, 0, "3")])
+def test_equal_answers_keep_their_own_reasoning(start: int, stop: int, expected: str) -> None:
+    """Also in a branch, and after messages that the agent has left out."""
+
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        history: list[dict[str, Any]] = []
+        for text in "cde":
+            history += [{"role": "user", "content": text}]
+            await stock_openai(session, http).chat.completions.create(model="m", messages=history)
+            history += [{"role": "assistant", "content": "Yes."}]
+        messages = [*history[start:stop], USER]
+        await stock_openai(session, http).chat.completions.create(model="m", messages=messages)
+        return session
+
+    thoughts = [AnswerMessage(content="Yes.", reasoning_content=str(number)) for number in range(4)]
+    completion = serve(RecordedClient(*(Choice(message=thought) for thought in thoughts)), work).split_last()[1]
+    assert "".join(message.get("reasoning_content", "") for message in completion) == expected
+
+
 def test_an_edited_history_is_counted() -> None:
     async def work(session: Session, http: httpx.AsyncClient) -> Session:
         stock = stock_openai(session, http)
