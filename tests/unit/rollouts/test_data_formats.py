@@ -83,8 +83,8 @@ def test_json_columns_of_csv(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     write_csv(tmp_path / "rows.csv", [{"messages": json.dumps(messages), "tools": ""}])
     assert load_rows(str(tmp_path / "rows.csv")) == [{"messages": messages, "tools": None}]
-    infos = ["a remark", "007", "NaN", {"level": 2}, [1]]
-    written = [{"info": info if isinstance(info, str) else json.dumps(info)} for info in infos]
+    infos = ["a remark", "007", "NaN", '"Ox" is a word', {"level": 2}, [1], None, "text in JSON"]
+    written = [{"info": json.dumps(info) if i > 3 else info} for i, info in enumerate(infos)]
     write_csv(tmp_path / "infos.csv", written)
     assert [row["info"] for row in load_rows(str(tmp_path / "infos.csv"))] == infos
 

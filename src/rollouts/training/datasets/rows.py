@@ -25,7 +25,7 @@ OTHER_SPLITS = frozenset("test validation valid val dev eval".split())
 ROLLOUTS = "rollouts"
 """Folder of all rollouts, kept or dropped, beside the files of `synthesize`."""
 JSON_COLUMNS = frozenset(["messages", "conversations", "tools", "chat_template_kwargs", "info"])
-"""CSV columns with JSON values; `info` may be text as well."""
+"""CSV columns with JSON values; `info` may be text or a number as well, which is then text."""
 MAX_CSV_CELL = 2**30
 
 NO_SUCH_PART = re.compile("Config name is missing|BuilderConfig '.*' not found|Unknown split")
@@ -170,11 +170,13 @@ def _iter_csv(path: Path) -> Iterator[Row]:
 def _parse_cell(cell: str, name: str, where: str) -> Any:
     if name not in JSON_COLUMNS or not cell.strip():
         return cell if name not in JSON_COLUMNS else None
-    if name == "info" and not cell.lstrip().startswith(("{", "[")):
-        return cell
+    is_text = name == "info" and not cell.lstrip().startswith(("{", "["))
     try:
-        return json.loads(cell)
+        value = json.loads(cell)
+        return cell if is_text and value is not None and not isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
+        if is_text:
+            return cell
         raise ValueError(f"{where}: column {name!r} is not valid JSON: {error}") from error
 
 
