@@ -360,10 +360,12 @@ def _find_dropped_reasoning(
     messages, message = conversation.messages, conversation.messages[number]
     content, thoughts = message.get("content"), message.get("reasoning_content")
     before, end, after = content.partition(END_OF_REASONING) if isinstance(content, str) else ("", "", "")
+    answer = after if end else str(content)
     variants = [("reasoning_content", thoughts, f"{thoughts}a")] if isinstance(thoughts, str) else []
     variants += [("content", before.replace("<think>", ""), f"{before}a{end}{after}")] if end else []
     for key, text, longer in variants:
-        if text.strip() in chat.decode(rendered[start:]):
+        written = text.strip()
+        if not written or (written not in answer and written in chat.decode(rendered[start:])):
             continue
         changed = [*messages[:number], {**message, key: longer}]
         if chat.render(changed, conversation.tools, False, **conversation.template_kwargs) == rendered:
@@ -474,9 +476,13 @@ def _messages(value: Any, role: str, column: str, index: int, template: str = ""
 
 
 def _name_reasoning(message: Message, template: str) -> Message:
-    """A copy of a message whose `reasoning`, as vLLM and OpenRouter name it, has the name that templates read."""
+    """A copy of a message whose `reasoning`, as vLLM and OpenRouter name it, has the name that templates read.
+
+    Content with reasoning of its own stays as it is: templates would write both.
+    """
     message = dict(message)
-    is_known = bool(message.get("reasoning_content")) or NAMES_REASONING.search(template) is not None
-    if not is_known and isinstance(message.get("reasoning"), str):
+    reasoning = message.get("reasoning")
+    has_own = bool(message.get("reasoning_content")) or END_OF_REASONING in str(message.get("content"))
+    if reasoning and isinstance(reasoning, str) and not has_own and NAMES_REASONING.search(template) is None:
         message["reasoning_content"] = message.pop("reasoning")
     return message

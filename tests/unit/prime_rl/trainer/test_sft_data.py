@@ -197,6 +197,8 @@ def test_reasoning_that_the_template_drops_is_refused(tmp_path: Path, tokenizer:
         ({"content": "", "reasoning_content": "hm"}, "reasoning_content"),
         ({"content": "ba", "reasoning": "hm"}, "reasoning_content"),
         ({"content": "<think>hm</think>ba"}, "content"),
+        ({"content": "4 + 4", "reasoning_content": "4"}, "reasoning_content"),
+        ({"content": "<think>ba</think>ba"}, "content"),
     ]
     template = CHATML.replace("message.content", "message.content.split('</think>')[-1]")
     dropping = load_tokenizer("tiny-qwen3", template)
@@ -205,12 +207,33 @@ def test_reasoning_that_the_template_drops_is_refused(tmp_path: Path, tokenizer:
         for split_turns in (False, True):
             with pytest.raises(ValueError, match=f"row 0 .*drops the reasoning in `{key}` of message 1.*template"):
                 tokenize([row], dropping, split_turns=split_turns)
-    assert trained_text(tokenize([row], tokenizer)[0], tokenizer) == ["<think>hm</think>ba<|im_end|>"]
+    assert trained_text(tokenize([row], tokenizer)[0], tokenizer) == ["<think>ba</think>ba<|im_end|>"]
     row["messages"][1]["weight"] = 0
     assert tokenize([{"messages": [*row["messages"], QUESTION, ANSWER]}], dropping), "of turns without loss it may"
     row = {"messages": [QUESTION, ANSWER | {"reasoning": "hm"}]}
     [sample] = tokenize([row], build_llama3(tmp_path / "llama"))
     assert trained_text(sample, load_tokenizer(str(tmp_path / "llama"))) == ["<think>hm</think>ba<|eot_id|>"]
+
+
+@pytest.mark.parametrize("reasoning", ["", None, "hm"])
+def test_content_with_reasoning_stays_as_it_is(reasoning: str | None) -> None:
+    """Templates such as Qwen3's look for reasoning in the content only without `reasoning_content`."""
+    thought = "('<think>' + message.reasoning_content + '</think>' if message.reasoning_content is string else '')"
+    tokenizer = load_tokenizer("tiny-qwen3", CHATML.replace("message.content", f"{thought} + message.content"))
+    row = {"messages": [QUESTION, ANSWER | {"content": "<think>hm</think>ba", "reasoning": reasoning}]}
+    assert trained_text(tokenize([row], tokenizer)[0], tokenizer) == ["<think>hm</think>ba<|im_end|>"]
+
+
+def test_reasoning_that_is_in_the_content_too_may_be_dropped() -> None:
+    row = {"messages": [QUESTION, ANSWER | {"content": "<think>hm</think>ba", "reasoning_content": "hm"}]}
+    tokenizer = load_tokenizer("tiny-qwen3", CHATML)
+    assert trained_text(tokenize([row], tokenizer)[0], tokenizer) == ["<think>hm</think>ba<|im_end|>"]
+
+
+def test_an_empty_thought_may_be_dropped() -> None:
+    tokenizer = load_tokenizer("tiny-qwen3", CHATML.replace("message.content", "message.content.split('</think>')[-1]"))
+    row = {"messages": [QUESTION, ANSWER | {"content": "<think>\n\n</think>ba", "reasoning": " "}]}
+    assert trained_text(tokenize([row], tokenizer)[0], tokenizer) == ["ba<|im_end|>"]
 
 
 def test_dropped_rows_are_reported(tmp_path: Path, tokenizer: Any) -> None:
