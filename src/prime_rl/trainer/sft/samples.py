@@ -298,12 +298,9 @@ def render_text(text: PlainText, index: int, tokenizer: Tokenizer) -> Sample:
 def encode_beginning(text: str, tokenizer: Tokenizer) -> list[int]:
     """The token ids of text that goes on: with one begin token, but without an end token that the tokenizer adds."""
     ids, end = encode_text(tokenizer, text, add_special_tokens=True), [tokenizer.eos_token_id]
-    if ids[:2] == [tokenizer.bos_token_id] * 2:  # that of the text and the tokenizer's
-        ids = ids[1:]
-    if ids[-1:] != end:
-        return ids
-    adds_end = encode_text(tokenizer, "a", add_special_tokens=True)[-1:] == end  # else the text ends with it
-    return ids[:-1] if adds_end else ids
+    if ids[-1:] == end and encode_text(tokenizer, "a", add_special_tokens=True)[-1:] == end:  # not that of the text
+        ids = ids[:-1]
+    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids  # that of the text and the tokenizer's
 
 
 def encode_completion(text: PlainText, before: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -126,6 +126,15 @@ def test_plain_text_has_one_end_token(has_begin: bool, adds_end: bool) -> None:
     assert found == [(begin + prompt + completion, completion) for prompt, completion in parts]
 
 
+def test_a_begin_token_that_is_the_end_token_has_no_loss() -> None:
+    tokenizer, end = load_tokenizer("tiny-qwen3"), "<|endoftext|>"
+    tokenizer.bos_token = tokenizer.eos_token = end
+    ids = [(end, tokenizer.convert_tokens_to_ids(end))]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=[end, "$A", end], special_tokens=ids)
+    for sample in tokenize([{"text": "ab"}, {"text": f"{end}ab{end}"}], tokenizer):
+        assert tokenizer.decode(sample.tokens) == f"{end}ab{end}" and sample.loss_mask == [0, 1, 1, 1]
+
+
 @pytest.mark.parametrize("form", [dict, json.dumps])
 def test_template_arguments_of_a_row_are_used(form: Any, tokenizer: Any) -> None:
     template = "{% if not enable_thinking|default(true) %}/no_think {% endif %}" + str(tokenizer.chat_template)
