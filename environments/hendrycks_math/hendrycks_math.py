@@ -41,20 +41,20 @@ def load_environment(
     math_verify_max_workers: int = 4,
     math_verify_timeout: float = 5.0,
     num_train_examples: int = -1,
-    num_eval_examples: int = 200,
+    num_eval_examples: int = -1,
     seed: int = 0,
 ) -> vf.Environment:
     """One turn: a problem; reward 1 when the last \\boxed{} of the reply means the same as the answer.
 
     Problems are made on the spot (2000 unless a number is given), or read from `dataset_name`: a hub dataset such as
     PrimeIntellect/Hendrycks-Math, or a JSON lines file, with the columns `question_key` and `answer_key`. The last
-    `num_eval_examples` rows are held out, at most half. With `difficulty_key`, a column with the average reward of
-    some model, rows outside `min_avg_reward` to `max_avg_reward` are left out. `math_verify_timeout` is in seconds.
+    `num_eval_examples` rows are held out, but never all; by default 200, at most half. With `difficulty_key`, a column
+    with the average reward of some model, rows outside `min_avg_reward` to `max_avg_reward` are left out.
+    `math_verify_timeout` is in seconds.
     """
-    num_held_out = 200 if num_eval_examples < 0 else num_eval_examples
     if dataset_name is None:
         train = build_problems(2000 if num_train_examples < 0 else num_train_examples, split="train", seed=seed)
-        held_out = build_problems(num_held_out, split="eval", seed=seed)
+        held_out = build_problems(200 if num_eval_examples < 0 else num_eval_examples, split="eval", seed=seed)
     else:
         rows = _read_rows(dataset_name, dataset_subset, dataset_split)
         if difficulty_key is not None:
@@ -64,7 +64,8 @@ def load_environment(
             random.Random(seed).shuffle(problems)
         if not problems:
             raise ValueError(f"dataset_name {dataset_name}: it has no rows to train on")
-        cut = len(problems) - min(num_held_out, len(problems) // 2)
+        is_default, count = num_eval_examples < 0, len(problems)
+        cut = count - (min(200, count // 2) if is_default else min(num_eval_examples, count - 1))
         train, held_out = problems[:cut], problems[cut:]
         train = train if num_train_examples < 0 else train[:num_train_examples]
     parser = vf.Parser(extract_fn=extract_answer)

@@ -22,7 +22,7 @@ def load_environment(
     dataset_split: str = "train",
     system_prompt: str | None = SYSTEM_PROMPT,
     num_train_examples: int = -1,
-    num_eval_examples: int = 256,
+    num_eval_examples: int = -1,
     min_length: int = 8,
     max_length: int = 32,
     alphabet: str = LETTERS_AND_SPACE,
@@ -31,16 +31,15 @@ def load_environment(
     """One turn: the user gives a text, the model answers with it reversed, in a tag.
 
     Texts are random words (1000 to train, unless a number is given) unless `dataset_name` names a hub dataset or a
-    JSON lines file with a `prompt` column, of which the last `num_eval_examples` rows are held out, at most half.
-    Reward: similarity to the true reversal, 0 to 1.
+    JSON lines file with a `prompt` column, of which the last `num_eval_examples` rows are held out, but never all;
+    by default 256, at most half. Reward: similarity to the true reversal, 0 to 1.
     """
-    num_held_out = 256 if num_eval_examples < 0 else num_eval_examples
     if dataset_name is None:
         generator = {"min_length": min_length, "max_length": max_length, "alphabet": alphabet, "seed": seed}
         train = build_texts(1000 if num_train_examples < 0 else num_train_examples, split="train", **generator)
-        held_out = build_texts(num_held_out, split="eval", **generator)
+        held_out = build_texts(256 if num_eval_examples < 0 else num_eval_examples, split="eval", **generator)
     else:
-        train, held_out = _read_texts(dataset_name, dataset_split, num_held_out)
+        train, held_out = _read_texts(dataset_name, dataset_split, num_eval_examples)
         train = train if num_train_examples < 0 else train[:num_train_examples]
     parser = vf.XMLParser(["reversed_text"], answer_field="reversed_text")
     rubric = vf.Rubric(parser=parser)
@@ -122,8 +121,8 @@ def _read_texts(name: str, split: str, num_eval: int) -> tuple[list[str], list[s
     dataset = load_dataset("json", data_files=str(path), split=split) if path.is_file() else None
     dataset = load_dataset(name, split=split) if dataset is None else dataset
     texts = [str(text).strip() for text in dataset["prompt"]]  # as the parser strips answers
-    num_eval = min(num_eval, len(texts) // 2)
-    return texts[: len(texts) - num_eval], texts[len(texts) - num_eval :]
+    cut = len(texts) - (min(256, len(texts) // 2) if num_eval < 0 else min(num_eval, max(len(texts) - 1, 0)))
+    return texts[:cut], texts[cut:]
 
 
 def _prompt(text: str, system_prompt: str | None) -> list[dict[str, str]]:

@@ -231,7 +231,7 @@ def test_files_with_unusual_characters_and_few_rows(tmp_path: Path) -> None:
     assert row["prompt"][-1]["content"] == text
     math = tmp_path / "math.jsonl"
     math.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(150)))
-    for wanted, held_out in ((200, 75), (-1, 75), (50, 50)):
+    for wanted, held_out in ((200, 149), (100, 100), (-1, 75), (50, 50)):
         env = load_environment("hendrycks-math", {"dataset_name": str(math), "num_eval_examples": wanted})
         assert (len(env.rows()), len(env.rows("eval"))) == (150 - held_out, held_out)
     texts = tmp_path / "texts.jsonl"
@@ -242,6 +242,8 @@ def test_files_with_unusual_characters_and_few_rows(tmp_path: Path) -> None:
     assert (len(env.rows()), len(env.rows("eval"))) == (10, 5)
     small = load_environment("reverse-text", {"dataset_name": str(texts)})
     assert (len(small.rows()), len(small.rows("eval"))) == (15, 15)
+    most = load_environment("reverse-text", {"dataset_name": str(texts), "num_eval_examples": 30})
+    assert (len(most.rows()), len(most.rows("eval"))) == (1, 29)
     oracle = play(env, env.rows(), lambda row: lambda _: f"<reversed_text>{row['answer']}</reversed_text>")
     assert [rollout.metrics["exact_match"] for rollout in oracle] == [1.0] * 10
 
