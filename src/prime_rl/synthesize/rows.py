@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollouts.training.datasets.sft import is_empty_turn, read_conversation
+from rollouts.training.metrics import reaches
 
 if TYPE_CHECKING:
     from prime_rl.generation.resume_log import Result
@@ -55,9 +56,9 @@ def classify_result(result: Result, keep: SynthesisFilterConfig) -> FilterVerdic
     """Verdict on a single result, without deduplication."""
     if result.reward is None:
         return FilterVerdict.FAILED
-    if keep.min_reward is not None and result.reward < keep.min_reward:
+    if keep.min_reward is not None and not reaches(result.reward, keep.min_reward):
         return FilterVerdict.BELOW_MIN_REWARD
-    if keep.max_reward is not None and result.reward > keep.max_reward:
+    if keep.max_reward is not None and not reaches(keep.max_reward, result.reward):
         return FilterVerdict.ABOVE_MAX_REWARD
     if result.is_truncated and not keep.truncated:
         return FilterVerdict.TRUNCATED

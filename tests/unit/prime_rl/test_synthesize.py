@@ -46,6 +46,9 @@ def test_reward_bounds() -> None:
     assert verdicts(group, min_reward=0.5, max_reward=0.9) == [
         ["below_min_reward", "kept", "above_max_reward", "failed"]
     ]
+    rounded = [result(0.7 + 0.2 + 0.1, "a"), result(0.1 + 0.2, "b")]
+    assert verdicts(rounded, min_reward=1.0) == [["kept", "below_min_reward"]]
+    assert verdicts(rounded, max_reward=0.3) == [["above_max_reward", "kept"]], "0.30000000000000004"
 
 
 def test_truncated_and_empty_rollouts_are_dropped() -> None:
