@@ -74,12 +74,12 @@ class EvalSchedule:
     def resume(self, version: int, max_steps: int | None, state: Sequence[int] | None) -> None:
         """Continue at `version`, which the run reached with a schedule of this `state`, None without such evaluations.
 
-        An evaluation that was due then and has not finished is due again, no other one.
+        An evaluation that was due then and has not finished is due at once, no other one.
         """
         interval, since = state or (self.interval, version)
         done = max(since, find_last_finished(self.config.output_dir, self.kind, version))
         was_due = replace(self, interval=interval, last=done).is_due(version, max_steps)
-        self.last = self.since = done if was_due else version
+        self.last, self.since = (-1, done) if was_due else (version, version)
 
     def start(self) -> int | None:
         """Start the pending version, if any."""

@@ -177,14 +177,16 @@ def test_intervals_changed_at_a_resume_start_no_evaluation(
 def test_a_schedule_counts_from_the_resume_with_its_interval(tmp_path: Path) -> None:
     schedule = EvalSchedule(EvalKind.EVAL, SimpleNamespace(output_dir=tmp_path), {}, 10, last=0)  # type: ignore[arg-type]
 
-    def last(version: int, state: tuple[int, int] | None) -> int:
+    def is_due(version: int, state: tuple[int, int] | None) -> bool:
         schedule.resume(version, None, state)
-        return schedule.last
+        return schedule.is_due(version, None)
 
-    assert last(25, None) == last(25, (100, 0)) == 25
+    assert not is_due(25, None) and not is_due(25, (100, 0))
     assert schedule.state() == (10, 25)
-    assert last(28, (10, 25)) == 28 and last(31, (10, 25)) == 25, "due at 30, and not finished"
-    assert last(19, (10, 0)) == 0
+    assert not is_due(28, (10, 25)) and is_due(31, (10, 25)), "due at 30, and not finished"
+    assert is_due(19, (10, 0)) and schedule.state() == (10, 0)
+    schedule.interval = 100
+    assert is_due(31, (10, 25)), "by the interval until then"
 
 
 def test_evaluations_of_an_abandoned_attempt_do_not_count(tmp_path: Path) -> None:
