@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prime_rl.inference.engine import FULL, PromptLogprobs, TopLogprobs
 from rollouts.kernels.log_softmax import log_softmax
+from rollouts.training.numerics import pad_rows
 from rollouts.training.sampling_support import Support
 
 ROWS_AT_ONCE = 512
@@ -64,5 +65,11 @@ class PromptScorer:
 
 
 def _sum_others(logprobs: Float[Tensor, "rows vocab"], ids: Int[Tensor, "rows top"]) -> Float[Tensor, " rows"]:
-    """Probability of all tokens but `ids`: where these have nearly all, 1 - their sum is 0 or rounding noise."""
-    return logprobs.scatter(1, ids, -torch.inf).exp_().sum(-1) if ids.shape[1] else logprobs.new_ones(len(logprobs))
+    """Probability of all tokens but `ids`: where these have nearly all, 1 - their sum is 0 or rounding noise.
+
+    Its bits do not depend on the number of rows: torch splits the sum of a single row on a CPU, and of few on a GPU.
+    """
+    if not ids.shape[1]:
+        return logprobs.new_ones(len(logprobs))
+    others = pad_rows(logprobs.scatter(1, ids, -torch.inf).exp_(), 2)
+    return others.sum(-1, dtype=torch.float64 if others.is_cuda else None).float()[: len(logprobs)]

@@ -61,6 +61,7 @@ from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels import native
 from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
+from rollouts.training.numerics import using_threads
 from rollouts.training.sampling import sample_tokens, uniform
 
 MODEL_DIR = resolve_model_dir("tiny-qwen3")
@@ -624,6 +625,16 @@ def test_tail_mass_of_a_certain_token(gap: int) -> None:
     scorer._add(logits.log_softmax(-1), [7] * 4)  # in fp32 of a GPU, the log-prob of the token is 0 from 18 on
     expected = logits.double().softmax(-1).sort(descending=True).values[:, 8:].sum(-1)
     assert scorer.tail_mass == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_tail_mass_has_the_same_bits_in_any_chunk() -> None:
+    logprobs = (3 * torch.randn(8, 150_000, generator=torch.Generator().manual_seed(0))).log_softmax(-1)
+    whole, alone = PromptScorer(8, 1.0), PromptScorer(8, 1.0)
+    with using_threads(2):  # which share the sum of a single row
+        whole._add(logprobs, [7] * 8)
+        for row in logprobs:
+            alone._add(row[None], [7])
+    assert whole.tail_mass == alone.tail_mass
 
 
 @pytest.mark.parametrize("budget", [16, 2048])
