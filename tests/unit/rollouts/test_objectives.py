@@ -508,6 +508,18 @@ def test_equal_objectives_by_name_change_nothing() -> None:
     assert {"loss/policy", "loss/policy/other"} <= mixed.keys()
 
 
+@pytest.mark.parametrize("names", [[None] * 4, None])
+def test_losses_of_several_objectives_have_counts_of_their_own(names: list[str | None] | None) -> None:
+    """Also where no sample of the others is computed, since none has an advantage."""
+    inputs = with_objectives(names or [])
+    stats = PolicyLoss(preset("grpo"), None, MIXED)(replace(inputs, objectives=names and (*names,))).stats
+    plain = policy_loss(inputs, preset("grpo")).stats
+    stats.set_loss_count(8)
+    assert stats.summary() == pytest.approx(plain.summary())
+    plain.set_loss_count(8)
+    assert plain.summary()["loss/policy"] == pytest.approx(stats.summary()["loss/policy"] / 2)
+
+
 def test_objectives_of_samples_reach_the_loss() -> None:
     """By packing, with padding sequences that name none; the options of the run are those of every objective."""
     samples = [

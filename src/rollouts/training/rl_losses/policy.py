@@ -56,8 +56,15 @@ class PolicyLoss:
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Sum and count of one micro-batch."""
-        if inputs.objectives is None or not self.others:
+        if not self.others:
             return policy_loss(inputs, self.objective, self.custom)
+        output = policy_loss(inputs, self.objective, self.custom) if inputs.objectives is None else self._mix(inputs)
+        for name in self.others:  # also without samples: `TokenStats.set_loss_count` leaves several objectives alone
+            nothing = inputs.trainer_logprobs.new_zeros(2, dtype=torch.float64)
+            output.stats.ratios.setdefault(f"loss/policy/{name}", nothing)
+        return output
+
+    def _mix(self, inputs: LossInputs) -> LossOutput:
         total = LossOutput(inputs.trainer_logprobs.new_zeros(()), inputs.trainer_logprobs.new_zeros(()))
         named: list[tuple[str | None, Objective]] = [(None, self.objective), *self.others.items()]
         for name, objective in named:
