@@ -182,14 +182,18 @@ def _lock(config: Any, part: str | None) -> AbstractContextManager[None]:
 
 
 def _record(config: BaseConfig, prog: str) -> None:
-    """Record a resolved config, unless all was read from that file (whose source comments are more precise)."""
+    """Record a resolved config, unless all was read from that file (whose source comments are more precise).
+
+    What a launcher adds to the file that it has written, such as the number of ranks, is not recorded.
+    """
     from prime_rl.utils.pydantic_config import LATER_STARTS
 
     out_dir = config.model_dump(include={"output_dir"})["output_dir"]
     run = RunDir(Path(out_dir).resolve())
     sources = {config.provenance[key] for key in config.given or ()} - {LATER_STARTS}
     files = {Path(source.rpartition(":")[0]).resolve() for source in sources}
-    if files != {run.config(prog)}:
+    path = run.config(prog)
+    if files != {path} and not (TOKEN_VARIABLE in os.environ and path in files):
         record_config(config, run, prog)
 
 

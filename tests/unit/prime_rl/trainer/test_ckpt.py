@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from prime_rl.runtime.run_state import read_run_state
 from prime_rl.trainer.backend import Backend, build_backend
@@ -184,6 +185,18 @@ def test_options_over_the_recorded_config_are_recorded(tmp_path: Path, monkeypat
     assert config.max_steps == 20 and config.optim.lr == 0.5 and config.resume
     for options in ((), ("--ckpt.resume-step", "-1")):
         assert (start("@", str(record), *options) == changed) == (not options), "with where its values are from"
+
+
+def test_options_of_a_launcher_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rl` writes the file of its trainer, and passes the number of ranks that it found."""
+    written = tmp_path / "configs" / "trainer.toml"
+    write_config(parse_argv(TrainConfig, ["--output-dir", str(tmp_path)], "trainer")[0], written)
+    before = written.read_text()
+    monkeypatch.setenv(TOKEN_VARIABLE, "token")
+    monkeypatch.setattr("sys.argv", ["trainer", "@", str(written), "--parallel.dp", "2"])
+    with pytest.raises(SystemExit) as caught:
+        run_trainer("trainer", "prime_rl.trainer.config:TrainConfig", lambda _: 0, summary="Trains.")
+    assert caught.value.code == 0 and written.read_text() == before and not (tmp_path / "attempts").exists()
 
 
 def test_a_new_run_keeps_the_checkpoints_of_another(tmp_path: Path) -> None:
