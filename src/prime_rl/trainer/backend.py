@@ -63,11 +63,16 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 @contextmanager
-def memory_advice() -> Iterator[None]:
-    """Convert out-of-memory errors of GPU and CPU to a `MemoryError` with advice."""
+def step_advice() -> Iterator[None]:
+    """Convert errors of torch whose cure is known: out of memory to `MemoryError`, a setting to `ValueError`."""
     try:
         yield
     except RuntimeError as error:  # base class of torch.OutOfMemoryError; also raised by the CPU allocator
+        if "selective activation checkpoint has been mutated" in str(error):
+            raise ValueError(
+                "layers of this model change the outputs of matrix products, which selective checkpointing stores: "
+                'set model.ac.mode = "full"'
+            ) from error
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         raise MemoryError(
@@ -211,7 +216,7 @@ class Backend:
             return sum(further, output.loss_sum / global_count)
 
         if global_count:
-            with memory_advice():
+            with step_advice():
                 self.run_micros(self._needed(micros), finish, train=True)
         merged = merge_stats(stats if self.mesh.is_reporting_rank else TokenStats(), self.ranks)
         merged.set_loss_count(global_count)

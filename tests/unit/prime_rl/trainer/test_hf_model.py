@@ -528,6 +528,13 @@ def test_random_weights_are_a_function_of_the_seed(tmp_path: Path) -> None:
         build_backend(make_config(base, tmp_path))
 
 
+def test_selective_checkpointing_of_changed_outputs_is_refused(tmp_path: Path) -> None:
+    """The experts of Llama 4 are added to the output of a matrix product in place."""
+    config = make_config(save_model("llama4", tmp_path), tmp_path / "run", impl="hf", ac={"mode": "selective"})
+    with pytest.raises(ValueError, match=r'set model\.ac\.mode = "full"'):
+        train(config)
+
+
 def test_a_model_that_is_its_own_decoder_is_refused() -> None:
     inner = torch.nn.Module()
     inner.__dict__["base_model"] = inner

@@ -15,7 +15,7 @@ from torch import nn
 
 from prime_rl.telemetry.progress import Progress
 from prime_rl.trainer import model as model_module
-from prime_rl.trainer.backend import Backend, build_backend, memory_advice
+from prime_rl.trainer.backend import Backend, build_backend, step_advice
 from prime_rl.trainer.checkpointer import Checkpointer
 from prime_rl.trainer.config import LossConfig, SchedulerConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.model import resolve_placement
@@ -328,9 +328,9 @@ def test_out_of_memory_error_has_advice(backend: Backend, monkeypatch: pytest.Mo
     packs = pack_samples(fake_samples(), 64, 1)[0]
     with pytest.raises(MemoryError, match=r"lower micro_bs or model.seq_len, set model.ac"):
         backend.forward_backward(packs, build_loss(LossConfig(), 32))
-    with pytest.raises(MemoryError, match="CUDA out of memory"), memory_advice():
+    with pytest.raises(MemoryError, match="CUDA out of memory"), step_advice():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-    with pytest.raises(RuntimeError, match="something else"), memory_advice():
+    with pytest.raises(RuntimeError, match="something else"), step_advice():
         raise RuntimeError("something else")
 
 
