@@ -182,18 +182,15 @@ def _lock(config: Any, part: str | None) -> AbstractContextManager[None]:
 
 
 def _record(config: BaseConfig, prog: str) -> None:
-    """Record a resolved config, unless all was read from that file (whose source comments are more precise).
+    """Record a resolved config, unless its values were read from that file (whose source comments are more precise).
 
     What a launcher adds to the file that it has written, such as the number of ranks, is not recorded.
     """
-    from prime_rl.utils.pydantic_config import LATER_STARTS
-
     out_dir = config.model_dump(include={"output_dir"})["output_dir"]
     run = RunDir(Path(out_dir).resolve())
-    sources = {config.provenance[key] for key in config.given or ()} - {LATER_STARTS}
-    files = {Path(source.rpartition(":")[0]).resolve() for source in sources}
-    path = run.config(prog)
-    if files != {path} and not (TOKEN_VARIABLE in os.environ and path in files):
+    path, sources = run.config(prog), (config.provenance[key] for key in config.given or ())
+    is_read = path in {Path(source.rpartition(":")[0]).resolve() for source in set(sources)}
+    if not is_read or not (TOKEN_VARIABLE in os.environ or _is_recorded(config, path)):
         record_config(config, run, prog)
 
 
@@ -202,14 +199,20 @@ def record_config(config: BaseConfig, run: RunDir, process: str) -> None:
 
     A resume may be refused only once the checkpoint is loaded, with the advice to use the original settings.
     """
-    from prime_rl.configuration.render import render_toml
     from prime_rl.utils.pydantic_config import write_record
 
     path = run.config(process)
-    text = render_toml(config, config.provenance, config.given)
-    if path.exists() and _read_values(path.read_text(encoding="utf-8", errors="replace")) != _read_values(text):
+    if path.exists() and not _is_recorded(config, path):
         sys.stdout.write(f"note: {path.name} of an earlier start moved to {run.archive([path])}\n")
     write_record(config, path)
+
+
+def _is_recorded(config: BaseConfig, path: Path) -> bool:
+    """Whether the file has these settings."""
+    from prime_rl.configuration.render import render_toml
+
+    text = render_toml(config, config.provenance, config.given)
+    return _read_values(path.read_text(encoding="utf-8", errors="replace")) == _read_values(text)
 
 
 def _read_values(text: str) -> dict[str, Any] | None:

@@ -31,8 +31,6 @@ __all__ = [
 
 Config = TypeVar("Config", bound="BaseConfig")
 Provenance = dict[str, str]
-LATER_STARTS = "later starts"
-"""Source of a value that a record has instead of that of this start."""
 
 
 class BaseConfig(BaseModel):
@@ -80,7 +78,7 @@ class BaseConfig(BaseModel):
             section = changes.get(name, getattr(self, name))
             changes[name] = section.for_later_starts({rest: value}) if rest else value
         later = self.model_copy(update=changes)
-        later.__dict__["provenance"] = {**self.provenance, **dict.fromkeys(values, LATER_STARTS)}
+        later.__dict__["provenance"] = {**self.provenance, **dict.fromkeys(values, "later starts")}
         if self.given is not None:
             later.__dict__["given"] = self.given.union(values)
         return later

@@ -185,6 +185,10 @@ def test_options_over_the_recorded_config_are_recorded(tmp_path: Path, monkeypat
     assert config.max_steps == 20 and config.optim.lr == 0.5 and config.resume
     for options in ((), ("--ckpt.resume-step", "-1")):
         assert (start("@", str(record), *options) == changed) == (not options), "with where its values are from"
+    start("--output-dir", str(tmp_path))
+    publish_dir(tmp_path / "checkpoints" / "step_5" / "trainer", lambda path: None)
+    start("@", str(record), "--ckpt.resume-step", "5")
+    assert parse_argv(SFTConfig, ["@", str(record)], "sft")[0].ckpt == CkptConfig(resume_step=-1), "the latest one"
 
 
 def test_options_of_a_launcher_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
