@@ -458,6 +458,10 @@ class SFTConfig(TrainerConfig):
     deployment: Deployment = LocalDeployment()
     """Where the ranks run: locally, or as a Slurm, Ray or Kubernetes job."""
 
+    def find_single_use(self) -> dict[str, Any]:
+        """Keys of one start: those of every trainer, and `open`."""
+        return super().find_single_use() | ({"open": False} if self.open else {})
+
     @property
     def has_end(self) -> bool:
         """Whether the run ends by itself."""

@@ -463,8 +463,8 @@ def test_resume_replaces_a_step_that_a_file_names(tmp_path: Path) -> None:
     (tmp_path / "sft.toml").write_text(text + "skip_progress = true")
     stage = parse_argv(SFTConfig, argv, "sft")[0].ckpt
     assert stage is not None and stage.resume_step == 20
-    record = build_record(parse_argv(SFTConfig, ["--ckpt.resume-step", "4"], "sft")[0])
-    assert record is not None and record.ckpt == CkptConfig(resume_step=-1)
+    record = build_record(parse_argv(SFTConfig, ["--ckpt.resume-step", "4", "--open"], "sft")[0])
+    assert record is not None and record.ckpt == CkptConfig(resume_step=-1) and not record.open
 
 
 def interrupt(*_: Any) -> None:
