@@ -15,7 +15,7 @@ from prime_rl.runtime.interrupts import end_on_signals, report_interrupt, unwind
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.redacted_output import protect_output
 from prime_rl.runtime.redaction import register_config
-from prime_rl.runtime.run_dir import RunDir, lock_output_dir
+from prime_rl.runtime.run_dir import RunDir, find_used, lock_output_dir
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseConfig
@@ -186,23 +186,29 @@ def _record(config: BaseConfig, prog: str) -> None:
 
     What a launcher adds to the file that it has written, such as the number of ranks, is not recorded.
     """
+    from prime_rl.utils.pydantic_config import write_record
+
     out_dir = config.model_dump(include={"output_dir"})["output_dir"]
     run = RunDir(Path(out_dir).resolve())
     path, sources = run.config(prog), (config.provenance[key] for key in config.given or ())
     is_read = path in {Path(source.rpartition(":")[0]).resolve() for source in set(sources)}
-    if not is_read or not (TOKEN_VARIABLE in os.environ or _is_recorded(config, path)):
+    if is_read and (TOKEN_VARIABLE in os.environ or _is_recorded(config, path)):
+        return
+    if TOKEN_VARIABLE in os.environ:  # the file there is of this start, too: its launcher has written it
+        write_record(config, path)
+    else:
         record_config(config, run, prog)
 
 
 def record_config(config: BaseConfig, run: RunDir, process: str) -> None:
-    """Write `configs/<process>.toml`; a record of other settings, of an earlier start, is moved to `attempts/N`.
+    """Write `configs/<process>.toml`; that of a run with checkpoints is moved to `attempts/N` if its settings differ.
 
     A resume may be refused only once the checkpoint is loaded, with the advice to use the original settings.
     """
     from prime_rl.utils.pydantic_config import write_record
 
     path = run.config(process)
-    if path.exists() and not _is_recorded(config, path):
+    if path.exists() and find_used([run.checkpoints]) and not _is_recorded(config, path):
         sys.stdout.write(f"note: {path.name} of an earlier start moved to {run.archive([path])}\n")
     write_record(config, path)
 
@@ -216,11 +222,11 @@ def _is_recorded(config: BaseConfig, path: Path) -> bool:
 
 
 def _read_values(text: str) -> dict[str, Any] | None:
-    """The values of a record; None if it is no TOML."""
+    """The values of a record but `resume`, in which a run and its continuation always differ; None if it is no TOML."""
     import tomllib
 
     try:
-        return tomllib.loads(text)
+        return {key: value for key, value in tomllib.loads(text).items() if key != "resume"}
     except tomllib.TOMLDecodeError:
         return None
 

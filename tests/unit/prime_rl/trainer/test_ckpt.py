@@ -149,13 +149,17 @@ def test_a_resume_keeps_the_record_before_it(tmp_path: Path, monkeypatch: pytest
     """A resume with another adapter is refused once the checkpoint is loaded: "use the original model.lora"."""
     first, record = ["sft", "--output-dir", str(tmp_path), "--model.lora.rank", "4"], tmp_path / "configs" / "sft.toml"
     records = []
-    for argv in (first, first, ["sft", "@", str(record)], [*first, "--model.lora.rank", "8", "--resume"]):
+    other = [*first, "--model.lora.rank", "2"]  # without a checkpoint, such as on the node of a job
+    same = [*first, "--resume"]
+    for argv in (other, first, first, ["sft", "@", str(record)], same, [*first, "--model.lora.rank", "8", "--resume"]):
         monkeypatch.setattr("sys.argv", argv)
+        if argv is same:
+            publish_dir(tmp_path / "checkpoints" / "step_1" / "trainer", lambda directory: None, sealed=True)
         with pytest.raises(SystemExit):
             run_trainer("sft", "prime_rl.trainer.config:SFTConfig", lambda _: 2, summary="Trains.")
         records.append(record.read_text())
-    assert records[0] == records[2] and "rank = 8" in records[3]
-    assert [path.read_text() for path in (tmp_path / "attempts").rglob("sft.toml")] == [records[0]]
+    assert records[1] == records[3] and "rank = 8" in records[5]
+    assert [path.read_text() for path in (tmp_path / "attempts").rglob("sft.toml")] == [records[4]]
 
 
 @pytest.mark.parametrize(("options", "status"), [((), "finished"), (("--deployment.type", "slurm"), None)])
