@@ -61,7 +61,8 @@ def build_job(config: EvalConfig) -> EvalJob:
     steps = find_steps(config)
     if config.client.base_url:
         return EvalJob(config.model.name, tuple(config.client.base_url), steps)
-    return EvalJob(str(resolve_model_dir(str(step_path(config.weights_dir, steps[0])))), (), steps)
+    # The server starts with the newest: a run in progress removes the oldest first.
+    return EvalJob(str(resolve_model_dir(str(step_path(config.weights_dir, max(steps))))), (), steps)
 
 
 def find_steps(config: EvalConfig) -> tuple[int, ...]:

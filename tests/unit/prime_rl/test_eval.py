@@ -459,7 +459,7 @@ def test_series_of_steps(tmp_path: Path) -> None:
     for step in (5, 10):
         publish_step(tmp_path, step, lambda directory: (directory / "config.json").write_text("{}") and None)
     plan = build_job(parse("--weights-dir", str(tmp_path)))
-    assert plan == EvalJob(str(tmp_path / "step_5"), (), (5, 10))
+    assert plan == EvalJob(str(tmp_path / "step_10"), (), (5, 10)), "its server loads what is removed last"
     config = parse("--weights-dir", str(tmp_path), "--steps", "10")
     assert build_job(config).steps == (10,)
     argv = build_server_argv(config, server_options(config, plan))
