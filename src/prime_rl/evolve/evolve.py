@@ -88,7 +88,7 @@ def check_proposer(config: EvolveConfig) -> None:
 async def run_search(run: GenerationRun, config: EvolveConfig, context: str, base_urls: Sequence[str]) -> Search:
     """Search with the environment's training examples; writes the files after every candidate."""
     from prime_rl.evolve.proposer import build_proposer, describe_proposer
-    from prime_rl.evolve.records import ProposalLog, archive_search
+    from prime_rl.evolve.records import ProposalLog
     from prime_rl.generation.model_server import connect
     from prime_rl.generation.resume_log import ResumeLog, compute_digest
     from prime_rl.generation.rollout_jobs import ModelEndpoint, choose_rows
@@ -112,7 +112,6 @@ async def run_search(run: GenerationRun, config: EvolveConfig, context: str, bas
             "proposer": describe_proposer(config.proposer),
         }
         search_id = compute_digest(settings)
-        archive_search(RunDir(config.output_dir), search_id, resume=config.resume)
         resume_log = ResumeLog(folder, settings, resume=config.resume)
         stack.callback(resume_log.close)
         proposals = ProposalLog(folder / "proposals.jsonl", search_id, resume=config.resume)
@@ -242,9 +241,12 @@ class EvolveSession:
         """Write the files, and log a candidate that was not recorded before."""
         from loguru import logger
 
-        from prime_rl.evolve.records import write_search
+        from prime_rl.evolve.records import archive_search, write_search
 
-        write_search(RunDir(self.config.output_dir).evolve, search, self.search_id)
+        run = RunDir(self.config.output_dir)
+        if len(search.candidates) == 1:  # a search that is refused, or fails before, leaves the files alone
+            archive_search(run, self.search_id, resume=self.config.resume)
+        write_search(run.evolve, search, self.search_id)
         candidate, best = search.candidates[-1], search.best
         if self.is_new:
             values = {"best": best.mean, "score": candidate.mean, "rollouts": search.num_rollouts}

@@ -118,6 +118,9 @@ def test_interrupted_search_ends_in_the_same_candidates(api: FakeApi, tmp_path: 
 
 def test_another_search_keeps_the_files_of_the_first(api: FakeApi, tmp_path: Path) -> None:
     first = run(build_config(tmp_path), api)
+    with pytest.raises(ValueError, match="budget = 1 is less"):
+        run(build_config(tmp_path, context="a7", budget=1), api)
+    assert (tmp_path / "evolve" / "best.md").read_text() == first.best.text
     other = run(build_config(tmp_path, context="a7", budget=6), api)
     assert (tmp_path / "evolve" / "best.md").read_text() == other.best.text == "a7"
     assert (tmp_path / "attempts" / "1" / "evolve" / "best.md").read_text() == first.best.text
