@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.orchestrator.config import OrchestratorCkptConfig
-from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir, find_steps
 from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import (
     complete_steps,
@@ -33,8 +33,8 @@ class CheckpointStore:
         self.run, self.root = run, run.checkpoints
         self.config = config
         self.max_steps = max_steps
-        self._abandoned_after: int | None = None
-        """Checkpoints after this step are moved aside before the first is saved."""
+        self._abandoned: list[Path] = []
+        """Checkpoints after a named one, which are moved aside before the first is saved."""
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is saved: every `interval` steps, and after the last."""
@@ -45,9 +45,10 @@ class CheckpointStore:
         if self.config is None or not self.is_due(step):
             return
         data = msgspec.json.encode({"schema": SCHEMA, "step": step, **state()})
-        if self._abandoned_after is not None:
-            self.run.archive_steps({self.root: self._abandoned_after}, PART)
-            self._abandoned_after = None
+        if self._abandoned:
+            # With the trainer's halves, if it is still loading: they would complete halves of this attempt.
+            self.run.archive(self._abandoned)
+            self._abandoned = []
         part = step_path(self.root, step) / PART
         publish_dir(part, lambda directory: _write(directory / STATE_FILE, data), sealed=True)
         prune_commits(self.root, self.config.keep, CKPT_PARTS)
@@ -78,15 +79,15 @@ class CheckpointStore:
         """Ensure that no batches after `step` exist, which a trainer would read as batches of this run.
 
         With `resume_step`, later batches, evaluations and orchestrator halves are moved aside, even without a
-        checkpoint to resume from; halves after a named one before the first is saved, because the trainer may refuse
-        it. A new run raises `ValueError` for a directory with another run's batches.
+        checkpoint to resume from; checkpoints after a named one before the first is saved, because the trainer may
+        refuse it. A new run raises `ValueError` for a directory with another run's batches.
         """
         if self.config is not None and self.config.resume_step is not None:
             last = {self.run.rollouts: step, self.run.evals: step}
             if self.config.resume_step == -1:
                 last[self.root] = step
             else:
-                self._abandoned_after = step
+                self._abandoned = [step_path(self.root, other) for other in find_steps(self.root) if other > step]
             self.run.archive_steps(last, PART)
         elif any(other > step for other in complete_steps(self.run.rollouts)):
             raise ValueError(self.run.describe_used(CKPT_PARTS, resume="--ckpt.resume-step -1"))

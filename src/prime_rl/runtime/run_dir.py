@@ -170,7 +170,10 @@ class RunDir:
         return f"output_dir {self.root} holds an earlier run ({listed}){missing}\n  {cure}{options}"
 
     def archive(self, paths: Iterable[Path]) -> Path | None:
-        """Move existing `paths` to a new `attempts/N` under the same relative names; None if there are none."""
+        """Move existing `paths` to a new `attempts/N` under the same relative names; None if there are none.
+
+        Another process may move some of them meanwhile.
+        """
         existing = [path for path in paths if path.exists()]
         if not existing:
             return None
@@ -178,7 +181,8 @@ class RunDir:
         for path in existing:
             target = folder / path.relative_to(self.root)
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(path, target)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.move(path, target)
         return folder
 
     def archive_steps(self, last: Mapping[Path, int], part: str | None = None) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,22 @@ def test_archived_files_get_a_new_folder(tmp_path: Path) -> None:
         (tmp_path / "notes").write_text(number)
         assert RunDir(tmp_path).archive([tmp_path / "notes"]) == tmp_path / "attempts" / number
     assert (tmp_path / "attempts" / "1" / "notes").read_text() == "1"
+
+
+def test_two_processes_archive_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orchestrator moves whole checkpoints, a trainer that has loaded an older one its parts."""
+    run, move = RunDir(tmp_path), shutil.move
+    for step in (2, 3):
+        commit(tmp_path, step, "trainer")
+
+    def move_later(path: Path, target: Path) -> None:
+        monkeypatch.setattr("shutil.move", move)
+        run.archive_steps({run.checkpoints: 1})
+        move(path, target)
+
+    monkeypatch.setattr("shutil.move", move_later)
+    run.archive_steps({run.checkpoints: 1}, "trainer")
+    assert complete_steps(tmp_path / "attempts" / "2" / "checkpoints", ("trainer",)) == [2, 3]
 
 
 def test_a_step_belongs_to_the_last_attempt_started_before_it(tmp_path: Path) -> None:
