@@ -9,10 +9,8 @@ import pytest
 from prime_rl.config import RLConfig
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.launcher import output_dir
-from prime_rl.rl import build_trainer_argv, prepare_output_dir
-from prime_rl.runtime.process_tree import TOKEN_VARIABLE
+from prime_rl.rl import prepare_output_dir
 from prime_rl.runtime.run_dir import CKPT_PARTS
-from prime_rl.trainer.command import run_trainer
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.metrics import append_jsonl
@@ -342,17 +340,6 @@ def test_a_resume_keeps_the_record_before_it(tmp_path: Path) -> None:
     commit(tmp_path, 2)
     output_dir.write_configs(parse("--output_dir", str(tmp_path), "--trainer.model.lora.rank", "8", "--resume"))
     assert (tmp_path / "attempts" / "1" / "configs" / "rl.toml").read_text() == first
-
-
-def test_a_process_of_rl_replaces_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rl` passes the number of ranks as an option, so the trainer writes the file again."""
-    commit(tmp_path, 2)
-    path = output_dir.write_configs(parse("--output_dir", str(tmp_path), "--resume"))["trainer"]
-    monkeypatch.setenv(TOKEN_VARIABLE, "1")
-    monkeypatch.setattr("sys.argv", build_trainer_argv(path, 2)[2:])
-    with pytest.raises(SystemExit):
-        run_trainer("trainer", "prime_rl.trainer.config:TrainConfig", lambda _: 2, summary="Trains.")
-    assert "dp = 2" in path.read_text() and not (tmp_path / "attempts").exists()
 
 
 def test_a_recorded_configuration_removes_no_steps(tmp_path: Path) -> None:
