@@ -74,6 +74,8 @@ def open_hosts(number: int) -> Iterator[Hosts]:
             pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
             for pid in pids:
                 subprocess.run(["kill", "-9", pid], capture_output=True)
+            # Links of a namespace stay until its last process has ended, and the next hosts have the same names.
+            subprocess.run(["ip", "link", "del", f"{name}v"], capture_output=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
