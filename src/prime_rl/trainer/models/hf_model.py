@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,8 @@ class AttendFunction:
         self.shapes: dict[int, tuple[int, int, int]] = {}
         """Layer -> number of heads, of key heads, and head dimension."""
         self.windows: dict[int, int | None] = {}
+        self.num_calls: Counter[int] = Counter()
+        """Layer -> number of calls, in one forward pass or in many."""
 
     def use(self, attend: AttentionBackend) -> None:
         """Choose the backend of the next forward pass of this thread."""
@@ -93,6 +96,7 @@ class AttendFunction:
         self._check(module, q, k, v, options)
         layer, dim = int(module.layer_idx), q.shape[-1]  # type: ignore[arg-type]
         self.shapes[layer], self.windows[layer] = (q.shape[1], k.shape[1], dim), sliding_window
+        self.num_calls[layer] += 1
         if scaling is not None and scaling != dim**-0.5:
             q = q * (scaling * dim**0.5)  # `attend` divides by sqrt(dim)
         if (size := v.shape[-1]) < dim:  # values of DeepSeek-V3 are smaller than its keys
@@ -443,10 +447,12 @@ def find_error(logits: Tensor, expected: Tensor) -> float:
 
 
 def _find_obstacle(config: Any, function: AttendFunction) -> str | None:
-    """Why the layers, which the probe has run, cannot use a KV cache of ours; None if they can."""
+    """Why the layers, which the probe has run once, cannot use a KV cache of ours; None if they can."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if extra := sorted(kinds - {"full_attention", "sliding_attention"}):
         return ", ".join(extra)
+    if max(function.num_calls.values(), default=1) > 1:  # the cache has one place for the keys of a layer
+        return "layers that attend more than once"
     if sorted(function.shapes) != list(range(len(function.shapes))) or len(set(function.shapes.values())) != 1:
         return "layers without attention or of different shapes"
     windowed = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None))

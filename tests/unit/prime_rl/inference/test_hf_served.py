@@ -43,9 +43,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "falcon": {},
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": 0.5},
+    "diffllama": {},
+    "hrm_text": {"head_dim": 16, "H_cycles": 1, "L_cycles": 1},
     "mamba": {"state_size": 4, "num_attention_heads": None, "num_key_value_heads": None},
 }
-RECOMPUTED = ("falcon", "gemma2", "mamba")
+RECOMPUTED = ("falcon", "gemma2", "diffllama", "hrm_text", "mamba")
 EXPERTS = ("mixtral", "deepseek_v3")
 
 
@@ -140,7 +142,7 @@ def test_an_update_keeps_float32_tensors_unrounded(tmp_path: Path) -> None:
     assert engine.load_weights(published, 1)() == {name: digest_tensor(t) for name, t in published.items()}
 
 
-@pytest.mark.parametrize("family", ["mistral", "falcon"])
+@pytest.mark.parametrize("family", ["mistral", "falcon", "diffllama"])
 def test_prompt_scores_and_chunked_prefill(family: str, tmp_path: Path) -> None:
     theirs, directory = build_theirs(family, tmp_path)
     engine = EmbeddedEngine(load_causal_lm(directory), max_model_len=100, max_num_batched_tokens=16)
