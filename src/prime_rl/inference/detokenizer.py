@@ -134,7 +134,14 @@ def find_context(decode: Decode, prompt: list[int]) -> list[int]:
 def decode_after(decode: Decode, context: Sequence[int], token_ids: list[int], skip_special: bool) -> str:
     """What the tokens add to the text of `context`."""
     before = len(decode(list(context), skip_special)) if context else 0
-    return decode([*context, *token_ids], skip_special)[before:]
+    text = decode([*context, *token_ids], skip_special)[before:]
+    if text.endswith(2 * UNFINISHED):
+        # With byte fallback, an incomplete character makes the whole run of byte tokens before it invalid.
+        for end in reversed(range(max(len(token_ids) - MAX_PARTS, 0), len(token_ids))):
+            whole = decode([*context, *token_ids[:end]], skip_special)[before:]
+            if not whole.endswith(UNFINISHED):
+                return whole + decode(token_ids[end:], skip_special)
+    return text
 
 
 def accumulate_offsets(

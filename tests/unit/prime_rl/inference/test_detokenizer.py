@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from small_tokenizers import CHATML, build_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -43,6 +44,11 @@ PROMPT, PARIS = TOKENIZER.convert_tokens_to_ids(["<s>", "▁The", "▁is"]), TOK
 EURO = TOKENIZER.convert_tokens_to_ids(["<0xE2>", "<0x82>", "<0xAC>"])
 
 
+def encode_bytes(text: str) -> list[int]:
+    """Byte tokens of a text."""
+    return [int(TOKENIZER.convert_tokens_to_ids(f"<0x{byte:02X}>")) for byte in text.encode()]
+
+
 def parse(body: dict[str, Any], *, chat: bool = False) -> ParsedRequest:
     return parse_request(body, chat=chat, max_new_tokens=99, vocab=999, default_seed=lambda: 0)
 
@@ -66,6 +72,23 @@ def test_a_completion_keeps_its_first_space() -> None:
     assert [piece["text"] for piece in [*pieces, stream.end(output)]] == [" Paris", "", "", "€", " Paris", ""]
     watch = StopStringMatcher(Detokenizer(DECODE, True, request.context), (" Par",))
     assert watch.add(PARIS, True) == " Par"
+
+
+@pytest.mark.parametrize("start", ["", "😁"])
+@pytest.mark.parametrize("text", ["", "a", "€€", "a😀😁"])
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+def test_characters_before_an_incomplete_one_are_kept(start: str, text: str, num_parts: int) -> None:
+    """With byte fallback, in the text of a completion and in its stream."""
+    prompt, ids = [*PROMPT, *encode_bytes(start)], encode_bytes(text + "🤣")[: num_parts - 4]
+    parsed = parse({"logprobs": 0})
+    [request] = build_requests(prompt, parsed, 99, find_context(DECODE, prompt))
+    output = finish(request, ids)
+    (choice,) = build_writer().completion([prompt], [output], parsed)["choices"]
+    assert choice["text"] == text + num_parts * "�"
+    stream = ChoiceStream(build_writer(), 0, parsed, chat=False)
+    pieces = [stream.progress(StreamUpdate(request, i, [token], [-1.0], [])) for i, token in enumerate(ids)]
+    assert "".join(piece["text"] for piece in pieces) == text
+    assert stream.end(output)["text"] == num_parts * "�"
 
 
 def test_only_a_prompt_with_text_is_continued() -> None:
