@@ -156,7 +156,7 @@ class EngineStats:
     steps: int = 0
     preempted: int = 0
     cached_tokens: int = 0
-    """Tokens whose keys and values are cached now."""
+    """Tokens whose keys and values are cached now; those that running requests share in memory count once."""
     kept_tokens: int = 0
     """Those of finished requests; on a GPU all positions of their pages."""
     cache_size: int = 0

@@ -71,6 +71,10 @@ class BlockManager(ABC):
     def release(self, seq: Sequence, running: list[Sequence]) -> None:
         """Remove a sequence from `running`, and free its memory and its slot."""
 
+    def count_cached(self, running: Iterable[Sequence]) -> int:
+        """Cached positions of these running sequences; those that share memory count once."""
+        return sum(seq.num_cached for seq in running)
+
     @abstractmethod
     def clear(self, seq: Sequence, start: int = 0) -> None:
         """Zero non-finite keys and values of a sequence from a position on."""

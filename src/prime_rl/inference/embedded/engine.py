@@ -312,7 +312,7 @@ class EmbeddedEngine(InProcessEngineMixin):
             waiting=len(scheduler.waiting),
             shared_prompt_tokens=self._blocks.num_shared,
             preempted=scheduler.num_preempted,
-            cached_tokens=sum(seq.num_cached for seq in scheduler.running) + self._prefixes.num_kept_tokens,
+            cached_tokens=self._blocks.count_cached(scheduler.running) + self._prefixes.num_kept_tokens,
             kept_tokens=self._prefixes.num_kept_tokens,
             cache_size=self.max_cache_tokens + self._prefixes.max_prefix_cache_tokens,
             prompt_tokens=self._num_prompt_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -149,6 +149,15 @@ class PagedBlocks(BlockManager):
         for after in running[seq.slot :]:
             after.slot -= 1
         seq.is_registered, seq.slot = False, -1
+
+    def count_cached(self, running: Iterable[Sequence]) -> int:
+        """As `BlockManager`: shared pages are full."""
+        full, rest = set[tuple[int, int]](), 0
+        for seq in running:
+            length = max(seq.num_cached, BLOCK * seq.num_shared_blocks)  # the last token may be stored already
+            full.update(enumerate(seq.pages[: length // BLOCK]))
+            rest += length % BLOCK
+        return BLOCK * len(full) + rest
 
     def clear(self, seq: Sequence, start: int = 0) -> None:
         """As `BlockManager`. Every owner of a shared page that has such values fails: the last of them clears it."""

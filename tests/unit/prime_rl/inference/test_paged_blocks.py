@@ -95,6 +95,7 @@ def test_a_group_holds_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({seq.pages[2] for seq in seqs}) == 6
     assert sum(written) == 2 * BLOCK, "the last token of a prompt is computed for every sequence, and stored once"
     assert blocks._pool.num_used == 1 + 2 + 6
+    assert engine.stats().cached_tokens == 2 * BLOCK + sum(seq.num_cached - 2 * BLOCK for seq in seqs)
     run(engine)
     blocks.start_epoch([])
     assert blocks.reserve([])
@@ -230,8 +231,12 @@ def check_pages(engine: EmbeddedEngine, blocks: PagedBlocks) -> None:
     for j, counts in enumerate(blocks._pool._owners):
         assert counts == [owners[j, page] for page in range(len(counts))]
     assert len(owners) == sum(len(counts) - counts.count(0) for counts in blocks._pool._owners)
+    positions = set[tuple[int, int]]()
     for seq in engine._scheduler.running:
         assert len(seq.pages) * BLOCK >= seq.num_cached
+        length = max(seq.num_cached, BLOCK * seq.num_shared_blocks)
+        positions |= {(at, seq.pages[at // BLOCK]) for at in range(length)}
+    assert blocks.count_cached(engine._scheduler.running) == len(positions)
 
 
 @needs_kernels
