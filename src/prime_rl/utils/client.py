@@ -18,6 +18,8 @@ from rollouts.training.environments.answers import completion_types, read_comple
 from rollouts.training.environments.protocol import describe_failure
 
 if TYPE_CHECKING:
+    import openai
+
     from prime_rl.client.multi_turn import MultiTurnClient
     from prime_rl.configuration.sections import ClientConfig
 
@@ -27,12 +29,27 @@ LONGEST_RETRY_S = 1.0
 RETRIED_STATUS = (429, 502, 503, 504)
 NOT_READY = 503
 NO_SUCH_ROUTE = (404, 405, 501)
+REJECTED = (400, 422)
+OWN_REJECTION = "invalid_request_error"
+"""Type of the errors of our server, and of OpenAI's, for invalid requests; that of vLLM is `BadRequestError`."""
 
 
 class Tokenized(msgspec.Struct):
     """Response of /tokenize."""
 
     tokens: list[int]
+
+
+class ErrorCause(msgspec.Struct):
+    """What was wrong with a request."""
+
+    type: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """Response with an error status, in OpenAI's format."""
+
+    error: ErrorCause
 
 
 class GroupResponse(msgspec.Struct):
@@ -202,13 +219,15 @@ class InferenceClient:
             return None
 
     async def request_scores(self, body: dict[str, Any]) -> bytes | None:
-        """The packed response of /score; None from a server without that route."""
+        """The packed response of /score; None from a server without that route, or with another one of that name."""
         import openai
 
         root = self if self.base_url == self.root_url else self._root
         try:
             return await root.request("POST", "/score", body)
-        except openai.NotFoundError:
+        except openai.APIStatusError as error:
+            if not _lacks_scores(error):
+                raise
             return None
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | None:
@@ -427,6 +446,20 @@ def _bad_status(reply: Reply, url: str) -> Exception:
     kind = kinds.get(reply.status, openai.InternalServerError if reply.status >= 500 else openai.APIStatusError)
     response: Any = httpx.Response(reply.status, content=reply.body, request=httpx.Request("POST", url))
     return kind(f"{url} answered {reply.status}: {response.text[:500]}", response=response, body=None)
+
+
+def _read_cause(error: openai.APIStatusError) -> ErrorCause:
+    try:
+        return msgspec.json.decode(error.response.content, type=ErrorBody).error
+    except (msgspec.DecodeError, RecursionError):
+        return ErrorCause()
+
+
+def _lacks_scores(error: openai.APIStatusError) -> bool:
+    """Whether a server has no /score as ours; vLLM has one for pairs of texts, which rejects our requests."""
+    if error.status_code in REJECTED:
+        return _read_cause(error).type != OWN_REJECTION
+    return error.status_code in NO_SUCH_ROUTE
 
 
 def _no_answer(kind: str, url: str, reason: str) -> Exception:

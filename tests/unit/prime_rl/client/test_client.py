@@ -20,7 +20,7 @@ from prime_rl.client import http
 from prime_rl.client.http import HttpPool, ensure_open_files, exclude_from_proxies, needs_proxy
 from prime_rl.client.scoring import _from_rows
 from prime_rl.configuration.sections import ClientConfig
-from prime_rl.utils.client import InferenceClient, build_clients
+from prime_rl.utils.client import InferenceClient, _bad_status, build_clients
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -327,6 +327,40 @@ def test_a_client_of_another_server_sends_no_headers_of_the_first() -> None:
     other = client.with_options(base_url="http://there:2/v1")
     assert (other.base_url, other.timeout_s, other.seq_len) == ("http://there:2/v1", 7, 64)
     assert "authorization" not in other.headers
+
+
+class RejectingClient(InferenceClient):
+    """A client whose server answers every request with `reply`."""
+
+    reply: http.Reply
+
+    async def request(self, *args: Any, **options: Any) -> bytes:
+        raise _bad_status(self.reply, self.base_url)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "is_missing"),
+    [
+        (400, b'{"object": "error", "message": "text_1: Field required", "type": "Bad Request", "code": 400}', True),
+        (400, b'{"error": {"message": "The model does not support Score API", "type": "BadRequestError"}}', True),
+        (422, b'{"detail": [{"type": "missing", "loc": ["body", "text_1"], "msg": "Field required"}]}', True),
+        (404, b"Not Found", True),
+        (405, b"", True),
+        (501, b"", True),
+        (
+            400,
+            b'{"error": {"message": "invalid score request", "type": "invalid_request_error", "param": null}}',
+            False,
+        ),
+        (500, b"", False),
+    ],
+)
+def test_other_score_routes_count_as_missing(status: int, error: bytes, is_missing: bool) -> None:
+    """vLLM has a /score for cross-encoders, which rejects our requests."""
+    client = RejectingClient("http://127.0.0.1:1")
+    client.reply = http.Reply(status, error)
+    with contextlib.nullcontext() if is_missing else pytest.raises(openai.APIStatusError):
+        assert anyio.run(client.request_scores, {"tokens": [1, 2]}) is None
 
 
 def test_tail_mass_of_prompt_logprobs_is_not_zero() -> None:
