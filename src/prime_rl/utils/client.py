@@ -44,6 +44,7 @@ class ErrorCause(msgspec.Struct):
     """What was wrong with a request."""
 
     type: str | None = None
+    param: str | None = None
 
 
 class ErrorBody(msgspec.Struct):
@@ -226,7 +227,7 @@ class InferenceClient:
         try:
             return await root.request("POST", "/score", body)
         except openai.APIStatusError as error:
-            if not _lacks_scores(error):
+            if has_unknown_model(error) or not _lacks_scores(error):
                 raise
             return None
 
@@ -276,12 +277,14 @@ class InferenceClient:
         return answer["prompt"]
 
     async def try_detokenize(self, body: dict[str, Any]) -> str | None:
-        """As `detokenize`; None from a server without that route."""
+        """As `detokenize`; None from a server without that route. `ValueError` if it has no model of that name."""
         import openai
 
         try:
             return await self.detokenize(body)
-        except (openai.APIError, msgspec.DecodeError, KeyError):
+        except (openai.APIError, msgspec.DecodeError, KeyError) as error:
+            if isinstance(error, openai.APIStatusError) and has_unknown_model(error):
+                raise ValueError(str(error)) from error
             return None
 
     async def read_turn_end(self, body: dict[str, Any]) -> list[int] | None:
@@ -453,6 +456,11 @@ def _read_cause(error: openai.APIStatusError) -> ErrorCause:
         return msgspec.json.decode(error.response.content, type=ErrorBody).error
     except (msgspec.DecodeError, RecursionError):
         return ErrorCause()
+
+
+def has_unknown_model(error: openai.APIStatusError) -> bool:
+    """Whether a server has the route of a request, but no model of that name."""
+    return error.status_code == 404 and _read_cause(error).param == "model"
 
 
 def _lacks_scores(error: openai.APIStatusError) -> bool:

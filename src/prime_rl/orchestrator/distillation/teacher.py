@@ -139,7 +139,8 @@ class Teacher:
     async def wait_until_ready(self, timeout_s: float, student: Any) -> None:
         """Log configuration warnings, then wait until every server of the teacher's own responds.
 
-        `ValueError` if a frozen teacher has another tokenizer than `student`, a client of the student's server.
+        `ValueError` if a frozen teacher has another tokenizer than `student`, a client of the student's server, or its
+        server has no model of that name.
         """
         for line in self.contexts.warnings():
             logger.warning(line)
@@ -154,7 +155,10 @@ class Teacher:
         if ids is None:
             return
         own = await student.try_detokenize({"model": self.model, "tokens": ids})
-        read = await self.scorer.clients[0].try_detokenize({"model": self.scorer.model, "tokens": ids})
+        try:
+            read = await self.scorer.clients[0].try_detokenize({"model": self.scorer.model, "tokens": ids})
+        except ValueError as error:
+            raise ValueError(f"{error}\n  set teacher_model.model.name to a model of this server") from error
         if None not in (own, read) and own != read:
             raise ValueError(
                 f"teacher_model.model.name = {self.scorer.model!r} has another tokenizer than the student: it reads "

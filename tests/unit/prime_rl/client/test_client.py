@@ -352,6 +352,7 @@ class RejectingClient(InferenceClient):
             b'{"error": {"message": "invalid score request", "type": "invalid_request_error", "param": null}}',
             False,
         ),
+        (404, b'{"error": {"message": "model x is not served", "param": "model", "code": 404}}', False),
         (500, b"", False),
     ],
 )

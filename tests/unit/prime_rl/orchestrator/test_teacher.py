@@ -592,6 +592,21 @@ def test_teachers_with_another_vocabulary_are_refused(
         anyio.run(main)
 
 
+def test_unknown_model_of_a_teacher_is_named(server: RunningServer) -> None:
+    contexts = ContextProvider(make_config(server).teacher_model, [], 0)
+
+    async def main() -> None:
+        client = InferenceClient(f"{server.root}/v1")
+        try:
+            await Teacher(contexts, TokenScorer([client], "other"), "tiny-qwen3").wait_until_ready(5, client)
+        finally:
+            await client.close()
+
+    message = r"model 'other' is not served; available: 'tiny-qwen3'(.|\n)* set teacher_model\.model\.name"
+    with pytest.raises(ValueError, match=message):
+        anyio.run(main)
+
+
 # The trainer's side
 
 
