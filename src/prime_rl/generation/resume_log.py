@@ -14,7 +14,6 @@ import xxhash
 
 from prime_rl.runtime.redaction import redact_fields
 from rollouts.training.agent_integration import Rollout
-from rollouts.training.environments.protocol import PERMANENT
 from rollouts.training.metrics import append_jsonl
 from rollouts.training.types import Message, Status
 
@@ -50,8 +49,8 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def is_retryable(self) -> bool:
-        """Whether it failed with an error that a retry may resolve."""
-        return self.failed_beside(PERMANENT)
+        """Whether it failed with an error that the same command may resolve, such as a timeout."""
+        return self.failed_beside(("OverlongPrompt",))
 
     def failed_beside(self, final: Collection[str]) -> bool:
         """Whether it failed with an error of another type than these."""
@@ -163,7 +162,7 @@ class ResumeLog:
         self._results[entry.index].update({result.rollout_idx: result for result in entry.results})
         self.elapsed = max(self.elapsed, entry.elapsed)
 
-    def missing(self, index: int, row: str, num_rollouts: int, final: Collection[str] = PERMANENT) -> list[int]:
+    def missing(self, index: int, row: str, num_rollouts: int, final: Collection[str] = ()) -> list[int]:
         """Rollouts of an example still to run: absent, of another row, or failed with an error not in `final`.
 
         `row` is the digest of the row before its first rollout, as rewards may change a row in place.

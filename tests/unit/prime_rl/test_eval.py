@@ -323,13 +323,25 @@ def test_changed_environment_code_reuses_nothing(tmp_path: Path) -> None:
     assert sum(f"The rollouts in {kept} are of other settings or other code" in line for line in lines) == 1
 
 
-def test_retryable_failures_are_retried(tmp_path: Path) -> None:
-    for kind, expected in (("ConnectionError", 1), ("OverlongPrompt", 0)):
-        config = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path / kind))
-        assert run_echo(config, Counting(fails=kind), remove=False)["error/mean"] == pytest.approx(1 / 12)
-        again = Counting()
-        run_echo(config, again)
-        assert len(again.requested) == expected
+@pytest.mark.parametrize("kind", ["ConnectionError", "APITimeoutError", "RolloutTimeout", "OverlongPrompt"])
+def test_failures_are_retried_by_the_same_command(tmp_path: Path, kind: str) -> None:
+    """Also after a longer timeout: a rollout that finishes within it does not depend on it."""
+    options = ["--rollouts_per_example", "2", "--output_dir", str(tmp_path)]
+    failing = Counting(fails=kind)
+    assert run_echo(parse(*options, "--env.0.timeout", "1"), failing, remove=False)["error/mean"] == pytest.approx(
+        1 / 12
+    )
+    again = Counting()
+    assert run_echo(parse(*options, "--env.0.timeout", "60"), again)["error/mean"] == 0
+    assert len(again.requested) == 1
+
+
+@pytest.mark.parametrize(("kind", "num_failed"), [("RolloutTimeout", 1), ("OverlongPrompt", 0)])
+def test_timeouts_keep_the_resume_log(tmp_path: Path, kind: str, num_failed: int) -> None:
+    config = parse("--output_dir", str(tmp_path))
+    run = GenerationRun(config, {}, build_monitor(tmp_path, "eval"))
+    run.report_failures("echo", [[Result(reward=1.0)], [Result(error=f"{kind}: gone")]])
+    assert run.num_failed == num_failed
 
 
 def test_a_file_system_without_locks_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
