@@ -75,7 +75,8 @@ class Loop:
             f"round {number}: search",
             self.output_dir / f"round_{number - 1}" / "evolve" / "evolve" / "best.md",
         )
-        options = [] if number == 1 else ["--examples", "failed", "--context", before.read_text()]
+        options = ["--examples", "failed", "--context-file", "None", "--context"]
+        options = [] if number == 1 else [*options, before.read_text()]
         try:
             is_done = self.do(title, "evolve", folder / "evolve", model, options)
         except ChildFailed as failure:

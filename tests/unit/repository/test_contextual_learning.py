@@ -92,6 +92,7 @@ def test_rounds_continue_from_weights_and_context(tmp_path: Path) -> None:
     assert [command for _, command, _ in stages.commands] == ["eval", "evolve", "rl", "eval", "evolve", "rl", "eval"]
     second = dict(zip(stages.commands[4][2], stages.commands[4][2][1:], strict=False))
     assert second["--examples"] == "failed" and second["--context"] == "rule 1"
+    assert second["--context-file"] == "None", "evolve.toml may set the context of the first round by either key"
     assert second["--model.name"] == str(tmp_path / "round_1/rl/weights/step_3")
     report = (tmp_path / "report.md").read_text()
     assert "| 1 | 0.100 -> 0.600 | 9 | 0.000 (-0.100 to 0.100) | 0.900 | 0.400 (0.300 to 0.500) |" in report
