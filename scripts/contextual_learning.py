@@ -2,10 +2,10 @@
 
     python scripts/contextual_learning.py FOLDER --model.name MODEL [--rounds 2] [--seed 0] [--output-dir DIR]
 
-FOLDER has `evolve.toml`, `rl.toml` (a distillation) and `eval.toml`. Round n starts from the weights of round n - 1,
-with its adapter merged if it has one; after the first it starts from the context of the round before, and searches on
-training examples that the model fails. The same command with the same --output-dir continues an interrupted loop.
-`report.md` shows what each context gained and what of it reached the weights.
+FOLDER has `evolve.toml`, `rl.toml` (a distillation with evaluations) and `eval.toml`. Round n starts from the weights
+of round n - 1, with its adapter merged if it has one; after the first it starts from the context of the round before,
+and searches on training examples that the model fails. The same command with the same --output-dir continues an
+interrupted loop. `report.md` shows what each context gained and what of it reached the weights.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Loop:
         """Distill the context of a round into the weights."""
         context = folder / "evolve" / "evolve" / "best.md"
         options = ["--orchestrator.teacher_model.context-file", str(context)]
+        options += ["--orchestrator.teacher_model.eval-baseline", "true"]
         options += ["--inference.server.port", str(find_free_port())]
         if (folder / "rl").exists():
             options.append("--resume" if complete_steps(RunDir(folder / "rl").checkpoints, CKPT_PARTS) else "--clean")
@@ -177,9 +178,9 @@ def format_report(results: Mapping[str, Any], model: str) -> str:
         if None in stages:
             break
         search, distillation, after = stages
-        key = next(key for key in distillation if key.endswith("/baseline_teacher/avg"))
-        env, teacher = key.removeprefix("eval/").removesuffix("/baseline_teacher/avg"), distillation[key]
-        closed = distillation.get(f"distill/{env}/gap_closed")
+        key = next((key for key in distillation if key.endswith("/baseline_teacher/avg")), "")
+        env, teacher = key.removeprefix("eval/").removesuffix("/baseline_teacher/avg"), distillation.get(key)
+        closed, no_gap = distillation.get(f"distill/{env}/gap_closed"), "-" if teacher is None else "no gain"
         interval = [distillation.get(f"distill/{env}/gap_closed/{end}", 0.0) for end in ("ci_low", "ci_high")]
         retained = [value for key, value in distillation.items() if key.endswith("/retention")]
         cells = [
@@ -187,9 +188,9 @@ def format_report(results: Mapping[str, Any], model: str) -> str:
             f"{search['initial_mean']:.3f} -> {search['mean']:.3f}",
             f"{search['rollouts']}",
             format_score(before),
-            f"{teacher:.3f}",
+            "-" if teacher is None else f"{teacher:.3f}",
             format_score(after),
-            "no gain" if closed is None else f"{closed:.2f} ({interval[0]:.2f} to {interval[1]:.2f})",
+            no_gap if closed is None else f"{closed:.2f} ({interval[0]:.2f} to {interval[1]:.2f})",
             ", ".join(f"{value:.2f}" for value in retained) or "-",
         ]
         lines.append("| " + " | ".join(cells) + " |")

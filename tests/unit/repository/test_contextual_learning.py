@@ -99,6 +99,18 @@ def test_rounds_continue_from_weights_and_context(tmp_path: Path) -> None:
     assert "| 0.82 (0.70 to 1.00) | 0.95 |" in report and "-rule 1\n+rule 2" in report
 
 
+def test_distillation_measures_what_the_report_shows(tmp_path: Path) -> None:
+    stages = FakeStages([0.0, 1.0])
+    run(tmp_path, stages)
+    options = stages.commands[2][2]
+    assert options[options.index("--orchestrator.teacher_model.eval-baseline") + 1] == "true"
+    results = json.loads((tmp_path / "loop.json").read_text())
+    del results["settings"]
+    results["round 1: distillation"] = {}
+    report = importlib.import_module("contextual_learning").format_report(results, "m")
+    assert "| 0.000 (-0.100 to 0.100) | - | 1.000 (0.900 to 1.100) | - | - |" in report
+
+
 @pytest.mark.parametrize("fail_at", [1, 2, 5])
 def test_interrupted_loop_repeats_no_finished_stage(tmp_path: Path, fail_at: int) -> None:
     whole = FakeStages([0.0, 0.4, 0.8])
