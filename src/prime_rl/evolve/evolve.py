@@ -149,13 +149,14 @@ class EvolveSession:
         from rollouts.training.metrics import reaches
 
         examples, spent, known = list(range(len(self.rows))), 0, dict[int, float]()
-        self._check_budget(len(examples) * (2 if self.config.examples == "failed" and context else 1))
+        self._check_budget(len(examples))
         if self.config.examples == "failed":
             scores, spent = await self.evaluate(-1, "", examples), len(examples) * self.num_rollouts
             examples = [i for i in examples if not reaches(scores[i], self.config.stop_reward)]
             if not examples:
                 raise ValueError(f'{SOLVED}: set examples = "all"')
             known = {} if context else {i: scores[i] for i in examples}
+            self._check_budget(len(self.rows) + len(examples) - len(known))
         search = Search(self.config, examples, self.num_rollouts, self.evaluate, self.propose, self.report)
         search.num_rollouts = spent
         await search.run(context, known)

@@ -6,6 +6,7 @@ import itertools
 import random
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,17 @@ def test_an_environment_with_other_prompts_ends_the_search(
 def test_budget_below_the_first_context(api: FakeApi, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"budget = 2 is less than the \d rollouts of the first context: raise it"):
         run(build_config(tmp_path, budget=2), api)
+
+
+@pytest.mark.parametrize(("budget", "is_enough"), [(11, True), (10, False)])
+def test_budget_of_a_search_on_failed_examples(budget: int, is_enough: bool, api: FakeApi, tmp_path: Path) -> None:
+    """Six examples without a context, five that fail with one."""
+    rows = [{"prompt": key, "answer": value} for key, value in ("a3", "b7", "c1", "d2", "e5", "f4")]
+    environment = PlainEnvironment(rows, lambda completion, answer: float(completion == answer))
+    api.reply = lambda body: "3" if body["messages"][-1]["content"] == "a" else look_up(body)
+    config = build_config(tmp_path, examples="failed", context="a3", budget=budget)
+    with nullcontext() if is_enough else pytest.raises(ValueError, match="budget = 10 is less than the 11 rollouts"):
+        assert run(config, api, environment).num_rollouts == 11
 
 
 @pytest.mark.parametrize(("text", "is_found"), [("", False), ("a rule", True)])
