@@ -111,7 +111,7 @@ async def run_search(run: GenerationRun, config: EvolveConfig, context: str, bas
             "search": [config.examples, config.minibatch_size, config.stop_reward, len(rows)],
             "proposer": describe_proposer(config.proposer),
         }
-        search_id = compute_digest(settings)
+        search_id = compute_digest({**settings, "rows": run.digest_rows(env.name or env.id, rows)})
         resume_log = ResumeLog(folder, settings, resume=config.resume)
         stack.callback(resume_log.close)
         proposals = ProposalLog(folder / "proposals.jsonl", search_id, resume=config.resume)

@@ -133,6 +133,17 @@ def test_another_search_keeps_the_files_of_the_first(api: FakeApi, tmp_path: Pat
     assert [path.name for path in sorted((tmp_path / "attempts").iterdir())] == ["1", "2", "3"]
 
 
+def test_other_rows_are_another_search(api: FakeApi, tmp_path: Path) -> None:
+    """Proposals state facts of the rows that they were made from."""
+    config, texts = build_config(tmp_path, context="a7"), []
+    for answers in ("34", "56"):
+        rows = [{"prompt": key, "answer": value} for key, value in zip("ab", answers, strict=True)]
+        environment = PlainEnvironment(rows, lambda completion, answer: float(completion == answer))
+        texts.append(run(config, api, environment).best.text)
+    assert texts == ["a3 b4", "a5 b6"]
+    assert (tmp_path / "attempts" / "1" / "evolve" / "best.md").read_text() == "a3 b4"
+
+
 def test_rewards_that_raise_count_as_zero(api: FakeApi, tmp_path: Path) -> None:
     def reward(completion: str, answer: str) -> float:
         return float(int(completion) == int(answer))  # of "?" it raises
