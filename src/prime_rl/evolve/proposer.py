@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from loguru import logger
 
 from prime_rl.configuration.imports import import_function
 from prime_rl.generation.rollout_jobs import build_request
 from rollouts.training.agent_integration import completion_text
 from rollouts.training.environments import digest_code
 from rollouts.training.environments.plain import build_request as build_chat_request
+from rollouts.training.environments.protocol import describe_failure
 from rollouts.training.environments.resolve import EnvSource
 from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
 
@@ -63,16 +65,34 @@ def describe_proposer(config: ProposerConfig) -> dict[str, Any]:
 
 def _build_model_proposer(config: ProposerConfig, model: str, client: Any, seed: int) -> Proposer:
     async def propose(number: int, context: str, examples: Sequence[Mapping[str, Any]]) -> str:
-        text = config.template.format(context=context, examples=format_examples(examples))
         request_seed = sample_seed(
             seed if config.sampling.seed is None else config.sampling.seed, number, PROPOSAL_STREAM
         )
         args = build_chat_request(build_request(config.sampling, request_seed, client.base_url, model))
-        answer = await client.chat.completions.create(model=model, messages=[{"role": "user", "content": text}], **args)
-        choice = answer.choices[0]
-        return extract_context(choice.message.content or "", is_cut=choice.finish_reason == "length")
+        while examples:
+            text = config.template.format(context=context, examples=format_examples(examples))
+            messages = [{"role": "user", "content": text}]
+            try:
+                answer = await client.chat.completions.create(model=model, messages=messages, **args)
+            except Exception as error:
+                if describe_failure(error)[0] != "OverlongPrompt":
+                    raise
+                examples = choose_worst(examples, len(examples) // 2)
+                continue
+            choice = answer.choices[0]
+            return extract_context(choice.message.content or "", is_cut=choice.finish_reason == "length")
+        logger.warning(
+            f"Candidate {number} is empty: context and one rollout are longer than the context of proposer {model}"
+        )
+        return ""
 
     return propose
+
+
+def choose_worst(examples: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """The examples with the lowest rewards, in the given order."""
+    chosen = sorted(range(len(examples)), key=lambda i: examples[i]["reward"])[:count]
+    return [examples[i] for i in sorted(chosen)]
 
 
 def extract_context(reply: str, is_cut: bool = False) -> str:

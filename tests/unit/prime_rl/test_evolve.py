@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -24,9 +26,11 @@ from prime_rl.evolve.evolve import (
     show_search,
     shows_context,
 )
-from prime_rl.evolve.proposer import describe_proposer, extract_context
+from prime_rl.evolve.proposer import build_proposer, describe_proposer, describe_result, extract_context
 from prime_rl.evolve.search import Candidate, Search, find_front, select_parent
+from prime_rl.generation.resume_log import Result
 from prime_rl.generation.session import GenerationRun
+from prime_rl.utils.client import InferenceClient
 from prime_rl.utils.monitor import build_monitor
 from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.agents import Turn
@@ -272,6 +276,29 @@ def test_model_proposer_reads_examples_and_seeds_repeat(api: FakeApi, tmp_path: 
     request = body["messages"][-1]["content"]
     assert body["max_completion_tokens"] == 1024 and "max_tokens" not in body, "OpenAI reasoning models reject the old"
     assert WRONG in request and "Reference answer: " in request and sorted(seeds[0]) == sorted(seeds[1])
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown", "context"), [(4, "abcd", "new"), (3, "bd", "new"), (1, "b", "new"), (0, "", "")]
+)
+def test_overlong_requests_show_fewer_examples(limit: int, shown: str, context: str, tmp_path: Path) -> None:
+    """Those that the parent solves are left out first."""
+
+    async def create(messages: list[dict[str, Any]], **_: Any) -> Any:
+        prompts = re.findall(r"prompt-(\w)", messages[0]["content"])
+        if len(prompts) > limit:
+            raise InferenceClient("http://127.0.0.1:1/v1", seq_len=8).overlong(9)
+        requests.append("".join(prompts))
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="new"), finish_reason="stop")])
+
+    requests = list[str]()
+    client: Any = SimpleNamespace(base_url="http://127.0.0.1:1/v1")
+    client.chat = SimpleNamespace(completions=SimpleNamespace(create=create))
+    rewards = {"a": 1.0, "b": 0.0, "c": 1.0, "d": 0.5}
+    examples = [describe_result(f"prompt-{key}", Result(reward=reward)) for key, reward in rewards.items()]
+    propose = build_proposer(build_config(tmp_path, proposer={}), client)
+    assert anyio.run(propose, 1, "rules", examples) == context
+    assert "".join(requests) == shown
 
 
 @pytest.mark.parametrize(
