@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from stages import ROOT, Stages, is_local, newest_weights, read_summaries, shown
 
+from prime_rl.monitor.summary import message_text
 from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.machine import find_free_port
 from rollouts.training.metrics import load_jsonl, load_last_attempts
@@ -150,8 +151,8 @@ class Example:
             for number, (prompt, _, _) in list(rows[first].items())[:NUM_SAMPLES]:
                 lines.append(f"- {prompt}")
                 for title, answers in rows.items():
-                    _, answer, reward = answers[number]
-                    lines.append(f"  - {title} (reward {reward:.2g}): {answer}")
+                    _, answer, outcome = answers[number]
+                    lines.append(f"  - {title} ({outcome}): {answer}")
         return "\n".join(lines) + "\n"
 
 
@@ -190,17 +191,24 @@ def read_curves(run_dir: Path, patterns: Sequence[str]) -> Curves:
     return found
 
 
-def read_answers(path: Path) -> dict[int, tuple[str, str, float]]:
-    """Last prompt message, completion and reward of the first rollout of each example."""
+def read_answers(path: Path) -> dict[int, tuple[str, str, str]]:
+    """Last prompt message, completion and outcome of the first rollout of each example."""
     rows = sorted(load_jsonl(path), key=lambda row: (row["example_id"], row["rollout_idx"]), reverse=True)
     return {
         row["example_id"]: (
-            shorten(row["prompt"][-1]["content"]),
-            " &rarr; ".join(f"{render_role(m['role'])}`{shorten(m['content'] or '')}`" for m in row["completion"]),
-            row["reward"],
+            shorten(next((text for _, text in reversed(read_messages(row["prompt"]))), "")),
+            " &rarr; ".join(f"{render_role(role)}`{shorten(text)}`" for role, text in read_messages(row["completion"])),
+            "failed" if row["reward"] is None else f"reward {row['reward']:.2g}",
         )
         for row in sorted(rows, key=lambda row: row["example_id"])
     }
+
+
+def read_messages(value: str | list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Role and text of the messages of a prompt or completion, which may be text alone."""
+    if isinstance(value, str):
+        return [("assistant", value)] if value else []
+    return [(message["role"], message_text(message)) for message in value]
 
 
 def render_role(role: str) -> str:

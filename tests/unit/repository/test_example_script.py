@@ -49,6 +49,29 @@ def test_results_of_finished_seeds_become_one_page(tmp_path: Path) -> None:
     assert (tmp_path / "sums" / "curve.svg").is_file()
 
 
+CALL = {"function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"prompt": "1 + 2 =", "completion": " 3", "reward": 1.0}, ("1 + 2 =", "` 3`", "reward 1")),
+        ({"prompt": [{"role": "user", "content": "?"}], "completion": "", "reward": None}, ("?", "", "failed")),
+        (
+            {"prompt": [], "completion": [{"role": "assistant", "tool_calls": [CALL]}], "reward": 0.0},
+            ("", f"`tool call: {json.dumps(CALL)}`", "reward 0"),
+        ),
+    ],
+)
+def test_answers_of_any_form_are_shown(
+    row: dict[str, object], shown: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    example = importlib.import_module("example")
+    (tmp_path / "results.jsonl").write_text(json.dumps({"example_id": 0, "rollout_idx": 0, **row}) + "\n")
+    assert example.read_answers(tmp_path / "results.jsonl") == {0: shown}
+
+
 def test_held_out_losses_are_shown(tmp_path: Path) -> None:
     directory = tmp_path / "gsm8k_sft"
     keep(directory / "untouched", "untouched", 0.1, "3")
