@@ -179,16 +179,21 @@ class Teacher:
             message = "the prompt messages of this rollout are unknown: the environment does not expose them"
             raise UnscorableSample(SkipReason.PROMPT, message)
         try:
-            plain = await self.render(chat_request, client)
+            await self._check_prompt(sample.tokens[:start], chat_request, client)
             default_system = await self.find_default_system(env, chat_request, client)
             prompt = await self.render(self.contexts.insert(env, chat_request, context, default_system), client)
         except ValueError as error:
             raise UnscorableSample(SkipReason.PROMPT, str(error)) from error
-        if sample.tokens[:start] != plain:
-            raise UnscorableSample(
-                SkipReason.PROMPT, "the chat template renders this prompt to other tokens than the student's"
-            )
         return [*prompt, *sample.tokens[start:]], len(prompt)
+
+    async def _check_prompt(self, tokens: list[int], chat_request: Mapping[str, Any], client: Any) -> None:
+        """`ValueError` unless the chat template renders the student's prompt to these tokens."""
+        if tokens == await self.render(chat_request, client):
+            return
+        if tokens != await self._tokenize(chat_request, client):
+            raise ValueError("the chat template renders this prompt to other tokens than the student's")
+        self._prompts.clear()  # the template writes the date, which has changed since
+        self._default_systems.clear()
 
     async def find_default_system(self, env: str, chat_request: Mapping[str, Any], client: Any) -> str:
         """The default system message of the chat template, needed for `system_append`.
@@ -217,16 +222,19 @@ class Teacher:
         if (cached := self._prompts.get(key)) is not None:
             self._prompts.move_to_end(key)
             return cached
+        ids = self._prompts[key] = await self._tokenize(chat_request, client)
+        if len(self._prompts) > MAX_CACHED_PROMPTS:
+            self._prompts.popitem(last=False)
+        return list(ids)
+
+    async def _tokenize(self, chat_request: Mapping[str, Any], client: Any) -> list[int]:
         try:
-            ids = await client.tokenize({"model": self.model, **chat_request})
+            ids: list[int] | None = await client.tokenize({"model": self.model, **chat_request})
         except Exception as error:
             raise UnscorableSample.from_error("/tokenize failed", error) from error
         if ids is None:
             raise ValueError("the server cannot render the teacher's prompt: its chat template rejects the messages")
-        self._prompts[key] = ids
-        if len(self._prompts) > MAX_CACHED_PROMPTS:
-            self._prompts.popitem(last=False)
-        return list(ids)
+        return ids
 
     async def _read_text(self, tokens: list[int], client: Any) -> str:
         try:

@@ -181,6 +181,31 @@ def test_rollouts_without_a_context_are_kept_unscored() -> None:
     assert sorted(PROMPTS) == ["no 1+1?", "too large 1+1?"]
 
 
+class DatedClient(PromptClient):
+    """Renders every chat with the date first."""
+
+    date = "1"
+
+    async def tokenize(self, body: dict[str, Any]) -> list[int]:
+        return [ord(self.date), *await super().tokenize(body)]
+
+
+def test_prompts_with_the_date_are_rendered_again() -> None:
+    judge, client = Teacher(build_contexts({"context": "C "}), PromptScorer([], "m"), "m"), DatedClient()
+    PROMPTS.clear()
+
+    async def count_scored(date: str) -> int:
+        tokens = [ord(character) for character in f"{date}1+1?"]
+        sample = Sample("", "3", [*tokens, 9], [0.0] * 5 + [1.0], index=0)
+        sample.metadata = {"chat_request": {"messages": ROW["prompt"]}}
+        return len(await judge.score_group([sample], "world", ROW, client))
+
+    for client.date in "12":
+        assert anyio.run(count_scored, client.date) == 1
+    assert PROMPTS == ["1C 1+1?", "2C 1+1?"]
+    assert anyio.run(count_scored, "3") == 0 and "other tokens than the student's" in str(judge.last_error)
+
+
 def test_feedback_missing_everywhere_ends_the_run() -> None:
     silent = [RolloutOutcome(i, "3", 0.0) for i in range(4)]
     score({"context_from": "feedback"}, silent, MIN_WITHOUT_FEEDBACK // 4 - 1)
