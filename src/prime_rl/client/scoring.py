@@ -133,9 +133,12 @@ class TokenScorer:
 
 
 def _from_rows(rows: list[dict[str, Any]], tokens: list[int], top: int) -> ScoredTokens:
-    """Convert rows of `{token id: {"logprob", "rank"}}`; each row has the token itself, even if not in the top."""
+    """Convert rows of `{token id: {"logprob", "rank"}}`; each row has the token itself, even if not in the top.
+
+    Without a table if the server returns fewer than `top` tokens.
+    """
     logprobs = [float(row[str(token)]["logprob"]) for row, token in zip(rows, tokens, strict=True)]
-    if not top:
+    if not top or any(len(row) < top for row in rows):
         return ScoredTokens(logprobs)
     ids, values, tails = array("i"), array("f"), array("f")
     for row in rows:

@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion
 
 from prime_rl.client import http
 from prime_rl.client.http import HttpPool, ensure_open_files, exclude_from_proxies, needs_proxy
-from prime_rl.client.scoring import _from_rows
+from prime_rl.client.scoring import ScoredTokens, _from_rows
 from prime_rl.configuration.sections import ClientConfig
 from prime_rl.utils.client import InferenceClient, _bad_status, build_clients
 
@@ -369,3 +369,8 @@ def test_tail_mass_of_prompt_logprobs_is_not_zero() -> None:
     scored = _from_rows(rows, [5, 6], 1)
     assert scored.logprobs == [0.0, -0.5]
     assert array("f", scored.tail_mass).tolist() == pytest.approx([2.0**-24, 1e-7], rel=1e-6)
+
+
+def test_prompt_logprobs_without_the_top_make_no_table() -> None:
+    rows = [{"5": {"logprob": -1.0, "rank": 3}}, {"6": {"logprob": -2.0, "rank": 1}, "5": {"logprob": -3.0, "rank": 2}}]
+    assert _from_rows(rows, [5, 6], 2) == ScoredTokens([-1.0, -2.0])
