@@ -14,6 +14,7 @@ from typing import Any
 import anyio.to_thread
 from loguru import logger
 
+from prime_rl.client.constraints import find_constraint
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL, SamplingConfig
 from prime_rl.generation.resume_log import compute_digest
@@ -95,6 +96,13 @@ class HeldOutEnvironment(ContextEnvironment):
     def rows(self, split: str = "train") -> list[Row]:
         """The held-out examples, or the training prompts."""
         return self._rows if split == "eval" else self._environment.rows(split)
+
+
+def find_comparable_samples(rollout: Rollout, index: int | None = None) -> list[Sample]:
+    """Samples with log-probs of whole distributions; none of a rollout with a grammar of its environment."""
+    if any(turn.constrained_by is not None for turn in rollout.turns):
+        return []
+    return rollout_to_samples(rollout, index=index)
 
 
 def describe_examples(rows: Sequence[Row]) -> str:
@@ -325,7 +333,7 @@ class BaselineEvaluator:
         """
         found = []
         for group, row, context_row in zip(groups, rows, context_rows, strict=False):
-            for sample in (sample for rollout in group for sample in rollout_to_samples(rollout)):
+            for sample in (sample for rollout in group for sample in find_comparable_samples(rollout)):
                 chat_request = sample.metadata.get("chat_request")
                 if chat_request is None:
                     continue
@@ -348,6 +356,8 @@ class BaselineEvaluator:
         key = sampling.truncation or sampling.reweighting if is_same else "temperature"
         if key is None and sampling.min_tokens:
             key = "min_tokens"
+        if key is None and (field := find_constraint(sampling.extra_body)) is not None:
+            key = f"extra_body.{field}"
         if key is not None:
             logger.info(
                 f"{name}: kl_* and entropy are not measured, because sampling.{key} of the evaluation makes its "
@@ -393,7 +403,7 @@ class BaselineEvaluator:
                 sample
                 for index, rollout in enumerate(group)
                 if not rollout.failed
-                for sample in rollout_to_samples(rollout, index=index)
+                for sample in find_comparable_samples(rollout, index)
             ]
             for sample in samples:
                 assert sample.index is not None

@@ -134,6 +134,7 @@ def test_divergences_are_over_the_tokens_with_loss(tmp_path: Path) -> None:
         ({"min_tokens": 5}, False),
         ({"repetition_penalty": 1.1}, False),
         ({"extra_body": {"logit_bias": {"5": 1.0}}}, False),
+        ({"extra_body": {"response_format": {"type": "json_object"}}}, False),
     ],
 )
 def test_changed_distributions_have_no_divergences(tmp_path: Path, sampling: dict[str, Any], is_measured: bool) -> None:
@@ -153,6 +154,19 @@ def test_changed_distributions_have_no_divergences(tmp_path: Path, sampling: dic
     values = ("world", world, world.rows("eval"), ModelEndpoint(["s"], "m"), [[Rollout(prompt="", reward=0.0)]])
     found = anyio.run(evaluator.measure, *values, SamplingConfig(**sampling), run)
     assert ("distill/world/kl_rev" in found) == ("distill/world/entropy" in found) == is_measured
+
+
+def test_rollouts_under_a_grammar_have_no_divergences(tmp_path: Path) -> None:
+    """An environment may send one itself."""
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "teacher_model": {"context": "C "}})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), RunDir(tmp_path))
+    evaluator.teacher, evaluator.clients = ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), ["s"]
+    turn = Turn([1], [7], [-0.5], chat_request={"messages": []}, constrained_by="response_format")
+    rows, groups = [{"prompt": [{"content": "b"}]}], [[Rollout(prompt="", reward=1.0, turns=[turn])]]
+    assert anyio.run(evaluator._swap_prompts, groups, rows, rows) == []
+    assert anyio.run(evaluator._divergences, "world", rows, groups, Baseline()) == {}
 
 
 def test_baselines_over_time(tmp_path: Path) -> None:
