@@ -15,7 +15,7 @@ from loguru import logger
 
 from prime_rl.configuration.imports import import_function
 from prime_rl.generation.rollout_jobs import build_request
-from rollouts.training.agent_integration import completion_text
+from rollouts.training.agent_integration import describe_completion
 from rollouts.training.environments import digest_code
 from rollouts.training.environments.plain import build_request as build_chat_request
 from rollouts.training.environments.protocol import describe_failure
@@ -148,7 +148,7 @@ def describe_result(prompt: Any, result: Result) -> dict[str, Any]:
     """A rollout as the proposer sees it, with the prompt that excludes the context."""
     return {
         "prompt": prompt,
-        "completion": completion_text(result.completion),
+        "completion": describe_completion(result.completion),
         "answer": result.answer,
         "reward": 0.0 if result.reward is None else result.reward,
         "metrics": dict(result.metrics),

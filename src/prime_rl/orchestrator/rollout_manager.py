@@ -18,7 +18,7 @@ from prime_rl.orchestrator.filters import build_group_filter
 from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.runtime.redaction import redact_fields
 from prime_rl.utils.vf import build_sampling_args
-from rollouts.training.agent_integration import Rollout, rollout_to_samples
+from rollouts.training.agent_integration import Rollout, describe_completion, rollout_to_samples
 from rollouts.training.environments import Environment
 from rollouts.training.rollout_gen.async_rollout_manager import (
     AsyncRolloutManager,
@@ -113,6 +113,7 @@ class GroupGenerator:
                 raise GroupDropped(DropReason.ENGINE_ERROR if is_outage else DropReason.TOO_FEW)
         for sample in samples:
             sample.metadata.pop("chat_request", None)
+            sample.metadata.pop("transcript", None)
             # The text is used only in records, batches and checkpoints from here on: redact secrets.
             sample.prompt, sample.response, sample.error = redact_fields([sample.prompt, sample.response, sample.error])
             sample.metadata = redact_fields(sample.metadata)
@@ -141,6 +142,8 @@ class GroupGenerator:
                 sample.metadata = {**sample.metadata, "env": env, **_rollout_metadata(rollout)}
                 if is_zeroed:
                     sample.metadata["zeroed"] = True
+                if self.teacher is not None:
+                    sample.metadata["transcript"] = describe_completion(rollout.completion)
         except ValueError as error:
             rollout.status, rollout.error_type, rollout.error = Status.FAILED, "InvalidRollout", str(error)
             samples = []

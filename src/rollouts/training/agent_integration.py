@@ -19,6 +19,7 @@ __all__ = [
     "Turn",
     "agent_rollout_to_sample",
     "completion_text",
+    "describe_completion",
     "generate_rollout_batch",
     "rollout_to_samples",
     "trajectory_to_sample",
@@ -72,6 +73,20 @@ def completion_text(completion: str | list[Message]) -> str:
     if isinstance(completion, str):
         return completion
     return "\n".join(str(m.get("content") or "") for m in completion if m.get("role") == "assistant")
+
+
+def describe_completion(completion: str | list[Message]) -> str:
+    """A completion for a reader: the assistant's text, with tool calls and results if it has any."""
+    if isinstance(completion, str) or not any(message.get("tool_calls") for message in completion):
+        return completion_text(completion)
+    lines = []
+    for message in completion:
+        text = str(message.get("content") or "")
+        if text:
+            lines.append(text if message.get("role") == "assistant" else f"{message.get('role')}: {text}")
+        functions = [call.get("function") or call for call in message.get("tool_calls") or []]
+        lines += [f"call {function.get('name')}: {function.get('arguments')}" for function in functions]
+    return "\n".join(lines)
 
 
 def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, index: int | None = None) -> list[Sample]:

@@ -24,7 +24,7 @@ from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome, to_outcomes
 from prime_rl.orchestrator.distillation.teacher import Teacher, UnscorableSample
 from prime_rl.runtime.run_dir import RunDir
-from rollouts.training.agent_integration import Rollout, rollout_to_samples
+from rollouts.training.agent_integration import Rollout, describe_completion, rollout_to_samples
 from rollouts.training.environments import Environment
 from rollouts.training.files import replace_file
 from rollouts.training.metrics import compute_gap_closed
@@ -407,7 +407,9 @@ class BaselineEvaluator:
             ]
             for sample in samples:
                 assert sample.index is not None
-                sample.metadata["feedback"] = group[sample.index].feedback
+                rollout = group[sample.index]
+                sample.metadata["feedback"] = rollout.feedback
+                sample.metadata["transcript"] = describe_completion(rollout.completion)
             client = self.clients[number % len(self.clients)]
             for sample in await self.teacher.score_group(samples, name, row, client):
                 if sample.teacher_logprobs is not None:

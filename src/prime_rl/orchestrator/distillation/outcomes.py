@@ -13,7 +13,7 @@ from typing import Any
 
 from prime_rl.client.contexts import Context
 from prime_rl.orchestrator.distillation.config import ContextFrom, default_template
-from rollouts.training.agent_integration import Rollout
+from rollouts.training.agent_integration import Rollout, describe_completion
 from rollouts.training.metrics import reaches
 from rollouts.training.types import Sample
 
@@ -39,15 +39,16 @@ def read_outcomes(samples: Sequence[Sample]) -> dict[int | None, RolloutOutcome]
     """The rollouts of a group by `index`, in that order; parts of one rollout share its outcome."""
     found: dict[int | None, RolloutOutcome] = {}
     for sample in sorted(samples, key=lambda sample: sample.index or 0):
+        completion = sample.metadata.get("transcript", sample.response)
         feedback = sample.metadata.get("feedback")
-        found.setdefault(sample.index, RolloutOutcome(sample.index or 0, sample.response, sample.reward, feedback))
+        found.setdefault(sample.index, RolloutOutcome(sample.index or 0, completion, sample.reward, feedback))
     return found
 
 
 def to_outcomes(group: Sequence[Rollout]) -> list[RolloutOutcome]:
     """Outcomes of the rollouts of an evaluation, without failed ones."""
     return [
-        RolloutOutcome(index, rollout.response, rollout.reward, rollout.feedback)
+        RolloutOutcome(index, describe_completion(rollout.completion), rollout.reward, rollout.feedback)
         for index, rollout in enumerate(group)
         if not rollout.failed
     ]
@@ -96,7 +97,8 @@ def _choose(
             return {}
         return {"feedback": found.feedback, "completion": found.completion, "reward": f"{found.reward:g}"}
     index = None if rollout is None else rollout.index
-    siblings = [one for one in group if one.index != index and reaches(one.reward, success_reward)]
+    others = [one for one in group if one.index != index and one.completion.strip()]
+    siblings = [one for one in others if reaches(one.reward, success_reward)]
     if not siblings:
         return {}
     one = random.Random(f"{seed}/{row.get('example_id')}/{index}").choice(siblings)

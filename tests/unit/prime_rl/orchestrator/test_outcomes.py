@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -12,8 +13,15 @@ import pytest
 from prime_rl.client.scoring import ScoredTokens, TokenScorer
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.context import ContextProvider
-from prime_rl.orchestrator.distillation.outcomes import MIN_WITHOUT_FEEDBACK, RolloutOutcome, read_outcomes
+from prime_rl.orchestrator.distillation.outcomes import (
+    MIN_WITHOUT_FEEDBACK,
+    RolloutOutcome,
+    read_outcomes,
+    to_outcomes,
+)
 from prime_rl.orchestrator.distillation.teacher import Teacher
+from prime_rl.orchestrator.rollout_manager import GroupGenerator
+from rollouts.training.agent_integration import Rollout, Turn, describe_completion
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import read_feedback
 from rollouts.training.types import Sample
@@ -221,6 +229,30 @@ def test_parts_of_one_rollout_share_their_outcome() -> None:
     samples = [Sample("", text, index=index, reward=reward) for text, index, reward in (("b", 1, 1.0), ("a", 0, 0.0))]
     samples.append(Sample("", "b", index=1, reward=1.0))
     assert list(read_outcomes(samples).values()) == [RolloutOutcome(0, "a", 0.0), RolloutOutcome(1, "b", 1.0)]
+
+
+CALLING = [
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "It is 2."},
+]
+
+
+def test_contexts_show_tool_calls() -> None:
+    rollout = Rollout(prompt="", completion=CALLING, reward=1.0, turns=[Turn([1], [7], [-0.5])])
+    maker = SimpleNamespace(zero_truncated=False, is_scored=True, replays_support=False, teacher=object())
+    [sample] = GroupGenerator._to_samples(maker, rollout, "world", 0, 0, 0)
+    shown = 'call add: {"a": 1}\ntool: 2\nIt is 2.'
+    [outcome] = read_outcomes([sample]).values()
+    assert [outcome] == to_outcomes([rollout]) == [RolloutOutcome(0, shown, 1.0)]
+    assert describe_completion([*CALLING[2:], {"role": "user", "content": "no"}]) == "It is 2."
+
+
+def test_blank_completions_are_no_demonstrations() -> None:
+    provider = build_contexts({"context_from": "sibling"})
+    group = [RolloutOutcome(0, "\n", 1.0), RolloutOutcome(1, "2", 1.0)]
+    assert provider.context_for("world", ROW, group[1], group) is None
+    assert "\n2\n" in str(provider.context_for("world", ROW, group[0], group))
 
 
 def test_environments_pass_feedback_on() -> None:
