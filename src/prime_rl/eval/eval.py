@@ -44,9 +44,12 @@ def evaluate(config: EvalConfig) -> int:
     async def work(run: GenerationRun, base_urls: Sequence[str]) -> None:
         await run_evaluation(run, config, job, base_urls, summaries)
 
+    def show() -> None:
+        if summaries:
+            show_summary(summaries, config)
+
     with StateRecorder(config.output_dir, "eval"):
-        run_generation("eval", config, job.base_urls, server_options(config, job), work)
-    show_summary(summaries, config)
+        run_generation("eval", config, job.base_urls, server_options(config, job), work, show)
     return 0
 
 
@@ -91,7 +94,7 @@ def server_options(config: EvalConfig, job: EvalJob) -> dict[str, Any]:
 async def run_evaluation(
     run: GenerationRun, config: EvalConfig, job: EvalJob, base_urls: Sequence[str], summaries: Summaries
 ) -> None:
-    """Evaluate every step in every environment."""
+    """Evaluate every step in every environment, also after one whose rollouts all failed."""
     from prime_rl.generation.model_server import connect
 
     async with connect(config.client, base_urls) as clients:
@@ -99,7 +102,9 @@ async def run_evaluation(
             for env in config.env:
                 name = env.name or env.id
                 environment = run.environments[name]
-                summaries[name, endpoint.version] = await evaluate_environment(run, config, env, environment, endpoint)
+                with run.collect_failures():
+                    summary = await evaluate_environment(run, config, env, environment, endpoint)
+                    summaries[name, endpoint.version] = summary
 
 
 async def iter_endpoints(

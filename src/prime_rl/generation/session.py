@@ -6,8 +6,8 @@ start server (for a local model) + load environments --> work --> remove resume 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 Work = Callable[["GenerationRun", Sequence[str]], Awaitable[None]]
 
 
+class AllRolloutsFailed(RuntimeError):
+    """No rollout of an environment has a reward."""
+
+
 @dataclass
 class GenerationRun:
     """One run of a command: its configuration, environments and open resume logs."""
@@ -37,6 +41,8 @@ class GenerationRun:
     resume_logs: list[ResumeLog] = field(default_factory=list)
     row_digests: dict[str, list[str]] = field(default_factory=dict)
     num_failed: int = 0
+    failures: list[AllRolloutsFailed] = field(default_factory=list)
+    """Environments without a result, after which the others run."""
 
     def digest_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Digests of an environment's rows before the first rollout, as rewards may change rows in place."""
@@ -74,16 +80,25 @@ class GenerationRun:
         }
 
     def report_failures(self, name: str, groups: Sequence[Sequence[Result]]) -> None:
-        """Log the number of failed rollouts and the last error; `RuntimeError` if all failed."""
+        """Log the number of failed rollouts and the last error; `AllRolloutsFailed` if there are no others."""
         from loguru import logger
 
         failed = [result for group in groups for result in group if result.failed]
         if not failed:
             return
-        self.num_failed += sum(result.is_retryable for result in failed)
+        is_empty = len(failed) == sum(map(len, groups))
+        self.num_failed += len(failed) if is_empty else sum(result.is_retryable for result in failed)
         logger.warning(f"{name}: {len(failed)} rollouts failed and are excluded; last error: {failed[-1].error}")
-        if len(failed) == sum(map(len, groups)):
-            raise RuntimeError(f"all rollouts of {name} failed; last error: {failed[-1].error}")
+        if is_empty:
+            raise AllRolloutsFailed(f"all rollouts of {name} failed; last error: {failed[-1].error}")
+
+    @contextmanager
+    def collect_failures(self) -> Iterator[None]:
+        """Go on after an environment whose rollouts all failed."""
+        try:
+            yield
+        except AllRolloutsFailed as error:
+            self.failures.append(error)
 
     def close_resume_logs(self, *, remove: bool) -> None:
         """Close the resume logs; `remove`: delete those of a complete command."""
@@ -93,9 +108,17 @@ class GenerationRun:
 
 
 def run_generation(
-    process: str, config: GenerationConfig, base_urls: tuple[str, ...], options: Mapping[str, Any], work: Work
+    process: str,
+    config: GenerationConfig,
+    base_urls: tuple[str, ...],
+    options: Mapping[str, Any],
+    work: Work,
+    show: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `work(run, server addresses)`; `options` are for the server that is started if `base_urls` is empty."""
+    """Run `work(run, server addresses)`, then `show`; `AllRolloutsFailed` after both if that of an environment did.
+
+    `options` are for the server that is started if `base_urls` is empty.
+    """
     import anyio
     from loguru import logger
 
@@ -149,6 +172,9 @@ def run_generation(
         logger.warning(
             f"{run.num_failed} rollouts failed: run the same command to retry them, or pass --no-resume to start over"
         )
+    show()
+    if run.failures:
+        raise run.failures[0]
 
 
 async def run_missing(

@@ -42,11 +42,15 @@ def synthesize(config: SynthesizeConfig) -> int:
             endpoint = ModelEndpoint(clients, config.model.name)
             for env in config.env:
                 name = env.name or env.id
-                summaries[name] = await synthesize_environment(run, config, env, run.environments[name], endpoint)
+                with run.collect_failures():
+                    summaries[name] = await synthesize_environment(run, config, env, run.environments[name], endpoint)
+
+    def show() -> None:
+        if summaries:
+            show_summary(summaries, config)
 
     with StateRecorder(config.output_dir, "synthesize"):
-        run_generation("synthesize", config, base_urls, {}, work)
-    show_summary(summaries, config)
+        run_generation("synthesize", config, base_urls, {}, work, show)
     return 0
 
 

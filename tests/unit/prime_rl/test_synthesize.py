@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import pytest
 from fake_api import KEY, FakeApi, serve_api
 
 from prime_rl.configuration.sections import ClientConfig
+from prime_rl.eval.config import EvalConfig
+from prime_rl.eval.eval import evaluate
 from prime_rl.generation.resume_log import Result
 from prime_rl.generation.rollout_jobs import ModelEndpoint
 from prime_rl.generation.session import GenerationRun
@@ -152,6 +155,29 @@ def test_a_failed_synthesis_is_recorded(tmp_path: Path) -> None:
         synthesize(SynthesizeConfig.model_validate(values))
     state = read_run_state(tmp_path)
     assert state is not None and (state.command, state.status) == ("synthesize", "failed")
+
+
+@pytest.mark.parametrize(("kind", "command"), [(EvalConfig, evaluate), (SynthesizeConfig, synthesize)])
+def test_other_environments_run_after_one_that_failed(
+    kind: Any, command: Any, api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, reward in (("bad", "1 / 0"), ("good", "1.0")):
+        (tmp_path / f"{name}.py").write_text(
+            "from rollouts.training.environments.plain import PlainEnvironment\n\n\n"
+            "def load_environment():\n"
+            "    rows = [{'prompt': 'a'}]\n"
+            f"    return PlainEnvironment(rows, lambda completion: {reward}, eval_dataset=rows)\n"
+        )
+    envs = [{"id": str(tmp_path / f"{name}.py"), "name": name, "num_workers": 0} for name in ("bad", "good")]
+    values = {"env": envs, "model": {"name": "gpt-m"}, "output_dir": tmp_path / "out", "max_retries": 0}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="all rollouts of bad failed; last error: RewardError"):
+            command(kind.model_validate(values))
+        shown = capsys.readouterr().out
+        assert re.search(r"^ *good\b", shown, re.MULTILINE) and "metrics.jsonl" in shown
+    assert len(api.requests) == 3, "the result of the other one is kept"
+    state = read_run_state(tmp_path / "out")
+    assert state is not None and state.status == "failed"
 
 
 def test_all_environments_are_training_data(tmp_path: Path) -> None:
