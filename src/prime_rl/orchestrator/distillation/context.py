@@ -165,7 +165,7 @@ class ContextProvider:
     def label(self, row: Mapping[str, Any]) -> str | None:
         """The name of a row's context in metrics; None without `context_key`."""
         key = self.teacher.context_key
-        return None if key is None else re.sub(r"[^\w.-]", "_", look_up(row, key, "context_key"))
+        return None if key is None else to_metric_part(look_up(row, key, "context_key"))
 
     def check_rows(self, env: str, rows: Sequence[Mapping[str, Any]], model: str) -> None:
         """`ValueError` if the contexts of an environment cannot be built from its rows, or do not fit the window."""
@@ -182,12 +182,19 @@ class ContextProvider:
             check_window(texts[number], model, self.teacher.max_model_len, what, key)
 
     def check_eval_rows(self, env: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """`ValueError` if the context of a row, or its name, cannot be built."""
+        """`ValueError` if the context of a row, or its name, cannot be built, or two names are one in metrics."""
         if self.role(env) == "context":
             self._check_template(env, rows)
             self._try_contexts(env, rows)
-            for row in rows:
-                self.label(row)
+            key = self.teacher.context_key
+            names = [] if key is None else [look_up(row, key, "context_key") for row in rows]
+            found: dict[str, str] = {}
+            for name in names:
+                if (other := found.setdefault(to_metric_part(name), name)) != name:
+                    raise ValueError(
+                        f"context_key {key}: {other!r} and {name!r} of {env} are both {to_metric_part(name)!r} in "
+                        "metrics: use letters and digits that tell them apart, or another key"
+                    )
 
     def _try_contexts(self, env: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """The contexts of the first rows, for which a `context_fn` may fail; none if they are made of rollouts."""
@@ -241,6 +248,11 @@ class ContextProvider:
                     "newline, or set teacher_model.separator"
                 )
         return lines
+
+
+def to_metric_part(name: str) -> str:
+    """A name as a part of the name of a metric."""
+    return re.sub(r"[^\w.-]", "_", name)
 
 
 def first_user_text(prompt: str | Sequence[Message]) -> str:

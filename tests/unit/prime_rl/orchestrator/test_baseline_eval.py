@@ -474,3 +474,17 @@ def test_contexts_of_rows_are_compared(tmp_path: Path) -> None:
     assert found["interference"] == pytest.approx(0.1), "rows without a sheet count once"
     with pytest.raises(ValueError, match=r"this row has no info.sheet \(available: sheets\)"):
         contexts.label({"info": {"sheets": 1}})
+
+
+def test_context_names_that_are_one_in_metrics_are_refused() -> None:
+    teacher = {"context": "C ", "context_key": "info.sheet"}
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "teacher_model": teacher})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+
+    def check(*names: str) -> None:
+        contexts.check_eval_rows("world", [{"prompt": "a", "info": {"sheet": name}} for name in names])
+
+    check("a b", "a c", "", "a b")
+    with pytest.raises(ValueError, match=r"context_key info\.sheet: '\+' and '\*' of world are both '_' in metrics"):
+        check("+", "a", "+", "*")
