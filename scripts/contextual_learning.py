@@ -121,7 +121,7 @@ class Loop:
     def do(self, title: str, command: str, output_dir: Path, model: str, options: list[str]) -> bool:
         """Run a stage unless its results are recorded; whether it was run."""
         file = self.folder / f"{command}.toml"
-        settings = {file.name: sha256(file.read_bytes()).hexdigest()}
+        settings = {file.name: digest_settings(file)}
         self.check(settings)
         if title in self.results:
             return False
@@ -150,6 +150,13 @@ class Loop:
     def write_report(self) -> None:
         """Write `report.md`."""
         (self.output_dir / "report.md").write_text(format_report(self.results, self.model))
+
+
+def digest_settings(file: Path) -> str:
+    """Digest of the settings in a file, without the budget of searches, which a later round may need to be larger."""
+    settings = tomllib.loads(file.read_text())
+    settings.pop("budget", None)
+    return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def score_of(summaries: Mapping[str, Mapping[str, float]]) -> tuple[float, float, float]:

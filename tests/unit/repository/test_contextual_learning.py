@@ -132,7 +132,10 @@ def test_stages_of_other_settings_are_not_reused(tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=words):
             make(loop.folder, out, model, 1, seed, stages).run()
     number = len(stages.commands)
-    make(folder, out, "m", 1, 7, stages).run()
+    text = (folder / "evolve.toml").read_text()
+    assert "budget = 400" in text
+    (folder / "evolve.toml").write_text(text.replace("budget = 400", "budget = 800"))
+    make(folder, out, "m", 1, 7, stages).run()  # the second round may need more
     (folder / "rl.toml").write_text("")
     with pytest.raises(SystemExit, match=r"another rl\.toml(.|\n)*choose another --output-dir"):
         make(folder, out, "m", 1, 7, stages).run()
