@@ -90,9 +90,10 @@ async def run_search(run: GenerationRun, config: EvolveConfig, context: str, bas
     from prime_rl.evolve.proposer import build_proposer, describe_proposer
     from prime_rl.evolve.records import ProposalLog
     from prime_rl.generation.model_server import connect
-    from prime_rl.generation.resume_log import ResumeLog, compute_digest
+    from prime_rl.generation.resume_log import ResumeLog
     from prime_rl.generation.rollout_jobs import ModelEndpoint, choose_rows
     from rollouts.training.environments.protocol import require_row_prompts
+    from rollouts.training.row_digests import compute_digest
 
     [env] = config.env
     environment, folder = run.environments[env.name or env.id], RunDir(config.output_dir).evolve
@@ -174,9 +175,10 @@ class EvolveSession:
         """Mean reward of each example under a context; runs the rollouts that are not recorded."""
         from loguru import logger
 
-        from prime_rl.generation.resume_log import compute_digest, to_result
+        from prime_rl.generation.resume_log import to_result
         from prime_rl.generation.rollout_jobs import run_rows
         from rollouts.training.environments.protocol import PERMANENT
+        from rollouts.training.row_digests import compute_digest
 
         # They count as 0: a reward function that raises for an answer raises for it again.
         final = (*PERMANENT, "RewardError")

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from prime_rl.runtime.redaction import redact_fields
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.metrics import append_jsonl
+from rollouts.training.row_digests import compute_digest
 from rollouts.training.types import Message, Status
-
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""The part of an object's `repr` that differs between processes."""
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -194,18 +190,3 @@ class ResumeLog:
         if remove or not self._results:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
-
-
-def compute_digest(value: Any) -> str:
-    """Digest of nested data of any types, the same in every process; objects count by their `repr`."""
-    return xxhash.xxh3_64(_describe(value).encode(errors="surrogatepass")).hexdigest()
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ",".join(sorted(f"{_describe(key)}:{_describe(item)}" for key, item in value.items())) + "}"
-    if isinstance(value, set | frozenset):
-        return "{" + ",".join(sorted(map(_describe, value))) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_describe, value)) + "]"
-    return repr(value) if isinstance(value, str) else ADDRESS.sub("", repr(value))

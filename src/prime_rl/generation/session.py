@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.generation.resume_log import Result, ResumeLog, compute_digest, to_result
+from prime_rl.generation.resume_log import Result, ResumeLog, to_result
 from prime_rl.generation.rollout_jobs import ModelEndpoint, find_dropped_keys, is_strict, run_rows
 from prime_rl.runtime.run_dir import RunDir
+from rollouts.training.row_digests import compute_digest
 
 if TYPE_CHECKING:
     from prime_rl.configuration.sections import GenerationConfig, GenerationEnvConfig

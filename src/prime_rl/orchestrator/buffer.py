@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from prime_rl.orchestrator.policy_version import PolicyVersion
 from rollouts.training.environments import Environment, Row
 from rollouts.training.metrics import reaches
 from rollouts.training.rollout_gen.groups import DropReason, Outcome
+from rollouts.training.row_digests import encode_row
 
 Prompt = dict[str, Any]  # {"id": position, "env": name, "row": the environment's row}
 Curriculum = Callable[..., bool]
@@ -231,7 +231,7 @@ class PromptBuffer:
         for env in self.envs:
             digest.update(f"{env.name}:{len(env.rows)}\n".encode())
             for row in env.rows:
-                digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+                digest.update(encode_row(row) + b"\n")
         return digest.hexdigest()
 
     def _draw_row(self, env: EnvCursor) -> int:

@@ -367,7 +367,8 @@ def test_resume_log_is_exclusive(tmp_path: Path) -> None:
 
 
 def test_results_belong_to_a_row_with_the_same_data(tmp_path: Path) -> None:
-    from prime_rl.generation.resume_log import ResumeLog, compute_digest
+    from prime_rl.generation.resume_log import ResumeLog
+    from rollouts.training.row_digests import compute_digest
 
     row = {"prompt": "Play.", "info": {"level": "A"}}
     resume_log = ResumeLog(tmp_path, {})
@@ -378,7 +379,7 @@ def test_results_belong_to_a_row_with_the_same_data(tmp_path: Path) -> None:
 
 
 def test_digests_of_any_row_are_stable() -> None:
-    from prime_rl.generation.resume_log import compute_digest
+    from rollouts.training.row_digests import compute_digest
 
     def build(text: str = "x") -> dict[str, Any]:
         info = {"board": {0: text, "0": 1, None: 2}, "seen": {1, "a", (2, 3)}, "state": object(), "path": Path(text)}

@@ -6,6 +6,7 @@ import codecs
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -68,6 +69,23 @@ def test_the_state_of_another_dataset_is_refused() -> None:
         DataBuffer(["a", "c"]).load_state(state)
     with pytest.raises(ValueError, match="2 other prompts, this one has 3"):
         DataBuffer(["a", "b", "c"]).load_state(state)
+
+
+@pytest.mark.parametrize("key", ["size", 1])
+def test_the_fingerprint_is_that_of_other_processes(key: Any) -> None:
+    def build(accepted: set[int], size: int = 2) -> DataBuffer:
+        return DataBuffer([{"prompt": "a", "answer": accepted, "check": lambda x: x, "judge": object(), key: size}])
+
+    assert list({0, 8}) != list({8, 0}), "two orders of one set, as those of text in two processes"
+    build({0, 8}).load_state(build({8, 0}).save_state())
+    for other in (build({0, 16}), build({0, 8}, size=3)):
+        with pytest.raises(ValueError, match="other prompts"):
+            other.load_state(build({0, 8}).save_state())
+
+
+def test_the_fingerprint_is_that_of_earlier_versions() -> None:
+    rows = ["é", {"prompt": "a", "info": {"b": [1, None], "a": float("nan")}, "file": Path("x"), "answer": {"pear"}}]
+    assert DataBuffer(rows).fingerprint == "c26ca9549f5ebdb27f55b6a6ac0984ac"
 
 
 @pytest.mark.parametrize("n", [0, -1])

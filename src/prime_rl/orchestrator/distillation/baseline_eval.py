@@ -17,7 +17,6 @@ from loguru import logger
 from prime_rl.client.constraints import find_constraint
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL, SamplingConfig
-from prime_rl.generation.resume_log import compute_digest
 from prime_rl.generation.rollout_jobs import ModelEndpoint
 from prime_rl.orchestrator.distillation.answers import write_answers
 from prime_rl.orchestrator.distillation.context import ContextProvider
@@ -29,6 +28,7 @@ from rollouts.training.environments import Environment
 from rollouts.training.files import replace_file
 from rollouts.training.metrics import compute_gap_closed
 from rollouts.training.objectives import MAX_LOG_RATIO
+from rollouts.training.row_digests import compute_digest
 from rollouts.training.types import Sample
 
 Row = dict[str, Any]

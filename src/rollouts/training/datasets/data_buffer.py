@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollouts.training.row_digests import encode_row
+
 
 class DataBuffer:
     """Returns prompts in order: epoch 0 as given, epoch e shuffled by `Random(seed + e)`.
@@ -87,7 +89,7 @@ class DataBuffer:
         if self._fingerprint is None:
             digest = hashlib.blake2b(digest_size=16)
             for prompt in self.prompts:
-                digest.update(json.dumps(prompt, sort_keys=True, default=str).encode() + b"\n")
+                digest.update(encode_row(prompt) + b"\n")
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 

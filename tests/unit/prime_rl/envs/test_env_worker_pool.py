@@ -130,6 +130,14 @@ def test_rows_of_array_libraries_are_plain() -> None:
     assert reply.rows == [{"prompt": "p", "answer": 3, "info": {"values": [0, 1]}}]
 
 
+def test_rows_have_sets_in_the_same_order() -> None:
+    for answer in ({0, 8}, {8, 0}):
+        row = {"prompt": "p", "info": [{"b": answer, "a": frozenset({"x"})}]}
+        reply = msgspec.msgpack.decode(encode_rows([row]), type=RowsReply)
+        assert reply.rows == [{"prompt": "p", "info": [{"b": [0, 8], "a": ["x"]}]}]
+        assert list(reply.rows[0]["info"][0]) == ["b", "a"], "the order of keys stays"
+
+
 @pytest.mark.parametrize("value", [2**70, object()])
 def test_rows_that_cannot_be_sent_name_row_and_key(value: Any) -> None:
     with pytest.raises(ValueError, match=r"row 1, key 'answer': .*; use text, numbers of 64 bits, lists and dicts"):

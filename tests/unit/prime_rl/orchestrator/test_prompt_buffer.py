@@ -223,6 +223,15 @@ def test_state_of_other_prompts_raises() -> None:
         make({"a": 0})
 
 
+def test_rows_with_sets_and_objects_resume() -> None:
+    def build(accepted: set[int]) -> PromptBuffer:
+        environment = PlainEnvironment([{"prompt": "a", "answer": accepted, "judge": object()}], lambda **_: 1.0)
+        return PromptBuffer({"a": environment}, BufferConfig(), 0, PolicyVersion())
+
+    assert list({0, 8}) != list({8, 0}), "two orders of one set, as those of text in two processes"
+    build({0, 8}).load_state(build({8, 0}).save_state())
+
+
 def sample(index: int, reward: float, response: str = "x", group: int = 0, size: int = 2) -> Sample:
     status = Status.COMPLETED
     return Sample(
