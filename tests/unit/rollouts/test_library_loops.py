@@ -224,6 +224,24 @@ def test_rl_with_a_stream_of_groups(tmp_path: Path) -> None:
         run(run_rl_training, backend, buffer, manager, [policy], RLTrainingConfig(num_steps=4, sync_every=3))
 
 
+def test_a_run_after_an_interrupted_one_has_all_slots(tmp_path: Path) -> None:
+    backend, buffer, manager, policy = build_rl(tmp_path, slots=2)
+
+    async def run_twice() -> None:
+        load, policy.update_weights_from_checkpoint = policy.update_weights_from_checkpoint, fail  # type: ignore
+        with pytest.raises(RuntimeError, match="no memory"):
+            await run_rl_training(backend, buffer, manager, [policy], RLTrainingConfig(2, sync_every=1))
+        policy.update_weights_from_checkpoint = load
+        with anyio.fail_after(30):
+            rows = await run_rl_training(backend, buffer, manager, [policy], RLTrainingConfig(2, sync_every=1))
+        assert [row["step"] for row in rows] == [2, 3] and policy.loaded == ["step_1", "step_2", "step_3"]
+
+    async def fail(checkpoint_path: str) -> dict[str, Any]:
+        raise RuntimeError("no memory")
+
+    run(run_twice)
+
+
 @pytest.mark.parametrize("slots", [None, 4])
 def test_filters_judge_the_rewards_of_the_loop(tmp_path: Path, slots: int | None) -> None:
     backend, buffer, _, policy = build_rl(tmp_path)

@@ -68,6 +68,7 @@ async def run_rl_training(
     async with AsyncExitStack() as stack:
         if getattr(backend, "weight_version", 0):
             await publish(backend, inference_engines, steps[0] - 1, {})
+        rollout_manager.release(rollout_manager.step_count)  # of an interrupted run: trained, or lost
         if rank_of(backend)[0] == 0:
             await stack.enter_async_context(rollout_manager)
         for step in steps:
