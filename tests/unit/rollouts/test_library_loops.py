@@ -215,6 +215,14 @@ def test_rl_resumed_is_rl_uninterrupted(tmp_path: Path) -> None:
     assert again == rows[2:] and weights_equal(backend, resumed)
 
 
+def test_rl_goes_back_to_a_checkpoint_in_the_same_process(tmp_path: Path) -> None:
+    backend, buffer, manager, policy = build_rl(tmp_path)
+    rows = run(run_rl_training, backend, buffer, manager, [policy], RLTrainingConfig(4, 1, checkpoint_every=2))
+    run(backend.load_checkpoint, tmp_path / "step_2")
+    again = run(run_rl_training, backend, buffer, manager, [policy], RLTrainingConfig(2, 1))
+    assert again == rows[2:] and buffer.position == 8
+
+
 def test_rl_with_a_stream_of_groups(tmp_path: Path) -> None:
     backend, buffer, manager, policy = build_rl(tmp_path, slots=4)
     config = RLTrainingConfig(num_steps=4, sync_every=2)

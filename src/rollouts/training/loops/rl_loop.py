@@ -59,7 +59,7 @@ async def run_rl_training(
     check_run(data_buffer, rollout_manager, inference_engines, config)
     if rollout_manager.config.generate_fn is not None:  # another generator decides how many samples a group has
         check_batch_size(backend, rollout_manager.config.batch_size * rollout_manager.config.n_samples_per_prompt)
-    if continues_checkpoint(backend) and "rl" in state_of(backend) and rollout_manager.step_count == 0:
+    if continues_checkpoint(backend, is_new_run=rollout_manager.step_count == 0) and "rl" in state_of(backend):
         rollout_manager.load_state_dict(state_of(backend)["rl"])
     begin_run(backend)
     rollout_manager.reward_fn = rollout_manager.reward_fn or compute_reward  # before filters judge the rewards

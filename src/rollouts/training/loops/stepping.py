@@ -29,9 +29,9 @@ def state_of(backend: TrainingBackend) -> dict[str, Any]:
     return state
 
 
-def continues_checkpoint(backend: TrainingBackend) -> bool:
-    """Whether no run has begun since `load_checkpoint`; True for a backend without this attribute."""
-    return bool(getattr(backend, "is_restored", True))
+def continues_checkpoint(backend: TrainingBackend, *, is_new_run: bool = True) -> bool:
+    """Whether no run has begun since `load_checkpoint`; `is_new_run` for a backend without this attribute."""
+    return bool(getattr(backend, "is_restored", is_new_run))
 
 
 def begin_run(backend: TrainingBackend) -> None:
