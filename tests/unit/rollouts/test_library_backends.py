@@ -422,6 +422,34 @@ def test_checkpoint_layout_is_documented(tmp_path: Path) -> None:
     assert steps.complete_steps(tmp_path / "weights") == [3, 4, 9], "later weights are of another run"
 
 
+def test_a_compiled_model_has_the_files_of_the_model(tmp_path: Path) -> None:
+    model = build_tiny_hf()
+    compiled: Any = torch.compile(model)
+    backend = PyTorchTrainingBackend(
+        compiled, create_adamw_optimizer(compiled, 1e-2), create_cross_entropy_loss(), tmp_path / "a"
+    )
+    plain, batch = build_backend(tmp_path / "b"), build_batch()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][:, :3] = 0
+    with torch.compiler.set_stance("force_eager"):
+        assert step(backend, batch) == step(plain, batch)
+    assert same(weights_of(backend), weights_of(plain))
+    path = anyio.run(backend.save_checkpoint, 1, {})
+    for directory in (path, anyio.run(backend.publish_weights, 1)):
+        reloaded = create_pytorch_backend(str(directory), tmp_path / "next", device_type="cpu", dtype="float32")
+        assert same(weights_of(reloaded), weights_of(plain))
+    for name in ("pytorch_model.bin", "optimizer.bin"):  # as earlier versions wrote it
+        content = torch.load(path / name)
+        for names in (content, content.get("state", {})):
+            for key in [key for key in names if "." in key]:
+                names[f"_orig_mod.{key}"] = names.pop(key)
+        for group in content.get("param_groups", []):
+            group["params"] = [f"_orig_mod.{key}" for key in group["params"]]
+        torch.save(content, path / name)
+    plain.start_from(path)
+    assert same(weights_of(plain), weights_of(backend))
+
+
 def test_the_latest_checkpoint_is_numeric_and_complete(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "none") is None
     for name in ("step_9999", "step_10000", "step_20000", "notes"):

@@ -27,6 +27,8 @@ from rollouts.training.steps import is_complete, latest_step, step_path
 from rollouts.training.tensor_files import save_tensors
 
 FORMAT = 1
+COMPILED = "_orig_mod"
+"""Attribute of a model of `torch.compile` with the module that it wraps, and prefix of the names of its tensors."""
 MODEL_FILE, OPTIMIZER_FILE, METADATA_FILE, CONFIG_FILE, GENERATION_FILE = (
     "pytorch_model.bin",
     "optimizer.bin",
@@ -69,7 +71,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     metadata = read_json_file(path / METADATA_FILE)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} has checkpoint format {metadata.get('format')}, this version reads format {FORMAT}")
-    return Checkpoint(read_tensors(path / MODEL_FILE), read_tensors(path / OPTIMIZER_FILE), metadata)
+    model, optimizer = read_tensors(path / MODEL_FILE), read_tensors(path / OPTIMIZER_FILE)
+    if any(name.startswith(COMPILED) for name in model):  # earlier versions kept the prefix
+        model, optimizer = _without_prefix(model), _without_prefix(optimizer)
+    return Checkpoint(model, optimizer, metadata)
+
+
+def unwrap_compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that a model of `torch.compile` wraps; any other model itself."""
+    wrapped: torch.nn.Module = getattr(model, COMPILED, model)
+    return wrapped
 
 
 def collect_model(model: torch.nn.Module, ranks: Ranks) -> dict[str, Tensor]:
@@ -212,6 +223,15 @@ def read_tensors(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} contains a {type(content).__name__}, not tensors by name")
     return content
+
+
+def _without_prefix(value: Any) -> Any:
+    """`value` with its names as those of a model that is not compiled."""
+    if isinstance(value, dict):
+        return {_without_prefix(key): _without_prefix(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_prefix(item) for item in value]
+    return value.removeprefix(f"{COMPILED}.") if isinstance(value, str) else value
 
 
 def _collect_on_rank0(entries: Iterator[tuple[str, Any]], ranks: Ranks) -> dict[str, Any]:

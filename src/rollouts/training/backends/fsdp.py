@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rollouts.training.backends.checkpoint import unwrap_compiled
 from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.backends.ranks import Ranks
 
@@ -77,7 +78,7 @@ class FSDPTrainingBackend(PyTorchTrainingBackend):
             )
         self.config = config or FSDPConfig()
         device = torch.device(device) if device is not None else _default_device()
-        architecture = type(model).__name__
+        architecture = type(unwrap_compiled(model)).__name__
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), device)
         shard_model(model, self.config, ranks)
         optimizer = optimizer_fn(model)

@@ -13,6 +13,7 @@ import anyio
 import torch
 from torch import Tensor
 
+from rollouts.training.backends.checkpoint import unwrap_compiled
 from rollouts.training.datasets.chat import render_chat
 from rollouts.training.datasets.prompts import read_prompt
 from rollouts.training.manifests import MANIFEST_FILE, describe_tensors, read_manifest
@@ -82,7 +83,7 @@ class ModelEngine:
             raise ValueError(f"{type(model).__name__} has no `generate`: pass a causal language model of transformers")
         if max_tokens < 1 or max_batch_size < 1 or not 0 < temperature < math.inf:
             raise ValueError("max_tokens and max_batch_size must be at least 1, and temperature a number above 0")
-        own: Any = copy.deepcopy(model)
+        own: Any = copy.deepcopy(unwrap_compiled(model))
         self.model = own.eval().requires_grad_(False)
         self.tokenizer, self.max_tokens, self.temperature = tokenizer, max_tokens, float(temperature)
         self.version, self.max_batch_size = 0, max_batch_size

@@ -38,7 +38,8 @@ class PyTorchTrainingBackend:
     parameters and gradients may be inconsistent.
 
     `max_grad_norm` clips the gradient norm, `scheduler` is stepped with the optimizer, `tokenizer` is saved with the
-    model. `data_state` is the data position of the training loop; it is saved and restored with checkpoints.
+    model. A model of `torch.compile` computes the forward pass; `model` and files are those of the module it wraps.
+    `data_state` is the data position of the training loop; it is saved and restored with checkpoints.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class PyTorchTrainingBackend:
         architecture: str | None = None,
     ) -> None:
         self.device = _resolve_device(device, model)
-        self.model = model.to(self.device) if ranks is None else model
+        self._forward = model.to(self.device) if ranks is None else model
+        self.model = files.unwrap_compiled(self._forward)
         self.optimizer = optimizer
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("scheduler ReduceLROnPlateau needs a metric, which no step has: use one that counts steps")
@@ -72,11 +74,11 @@ class PyTorchTrainingBackend:
         self.current_step = current_step
         self.data_state: dict[str, Any] = {}
         self.is_restored = False  # whether `data_state` is that of a checkpoint, and no loop has continued it yet
-        files.name_parameters(model, optimizer)
-        self._architecture = architecture or type(model).__name__
+        files.name_parameters(self.model, optimizer)
+        self._architecture = architecture or type(self.model).__name__
         self._loss_fn = as_loss_fn(loss_fn)
         self._stepper = OptimizerStep(optimizer, max_norm=max_grad_norm)
-        self._forward_names = set(inspect.signature(model.forward).parameters)
+        self._forward_names = set(inspect.signature(self.model.forward).parameters)
         self._weight, self._loss_sum, self._num_batches = 0.0, 0.0, 0
         self._poison: BaseException | None = None
         self._worker = ThreadPoolExecutor(1, "training", _prepare_thread, (self.device,))
@@ -187,7 +189,7 @@ class PyTorchTrainingBackend:
         arguments = {name: batch[name] for name in FORWARD_ARGUMENTS if name in batch and name in self._forward_names}
         if "use_cache" in self._forward_names:
             arguments["use_cache"] = False
-        output = self.model(batch["input_ids"], **arguments)
+        output = self._forward(batch["input_ids"], **arguments)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         return logits / batch["temperature"][:, None, None] if "temperature" in batch else logits
 
