@@ -155,10 +155,10 @@ class Sample(msgspec.Struct):
         return msgspec.structs.replace(self, loss_mask=list(map(float, self.loss_mask)), reward=float(self.reward))
 
     def to_dict(self) -> dict[str, Any]:
-        """A deep copy as plain data, serializable as JSON. In `metadata`, NaN and infinities become None, values of
-        other types what `as_plain` returns."""
+        """A deep copy as plain data, serializable as JSON. In `prompt` and `metadata`, NaN and infinities become None,
+        values of other types what `as_plain` returns."""
         data: dict[str, Any] = msgspec.to_builtins(self.with_floats(), enc_hook=as_plain)
-        return data | {"metadata": _replace_nonfinite(data["metadata"])}
+        return data | {name: _replace_nonfinite(data[name]) for name in ("prompt", "metadata")}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Sample:

@@ -126,6 +126,12 @@ def test_metadata_of_other_types_becomes_plain_data() -> None:
     assert Sample.from_dict(data).metadata == data["metadata"]
 
 
+def test_missing_numbers_of_a_prompt_row_become_none() -> None:
+    row = {"prompt": "p", "year": float("nan"), "info": {"limits": [1.5, -math.inf]}}
+    data = json.loads(json.dumps(Sample(row).to_dict(), allow_nan=False))
+    assert data["prompt"] == {"prompt": "p", "year": None, "info": {"limits": [1.5, None]}}
+
+
 def test_per_token_lists_are_written_on_request(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "samples.jsonl"
     export_samples_to_jsonl([Sample("p", "r", [1, 2], [0.0, 1.0], 0.5, inference_logprobs=[0.0, -1.0])], path)
