@@ -12,7 +12,7 @@ import anyio
 import msgspec
 
 from rollouts.training.seeds import derive_seed
-from rollouts.training.types import Message, Status
+from rollouts.training.types import Message, Status, settle
 
 Prompt = str | list[Message]
 
@@ -154,8 +154,8 @@ class ChatAgent:
     environment_cls: Callable[[], AgentEnvironment] | None = None
     max_turns: int = 10
     system_prompt: str | None = None
-    judge: Callable[[Trajectory], bool] | None = None
-    """Computes `correct` of a finished trajectory."""
+    judge: Callable[[Trajectory], Any] | None = None
+    """Computes `correct` of a finished trajectory. May be async."""
 
     def __post_init__(self) -> None:
         if self.max_turns < 1:
@@ -178,7 +178,7 @@ class ChatAgent:
         except EndpointError as error:
             trajectory.status, trajectory.error = Status.FAILED, str(error)
             return trajectory
-        trajectory.correct = self.judge(trajectory) if self.judge else None
+        trajectory.correct = await settle(self.judge(trajectory)) if self.judge else None
         return trajectory
 
     async def _run_turns(self, trajectory: Trajectory, seed: int | None) -> None:

@@ -86,6 +86,19 @@ def test_one_turn(loop: str) -> None:
 
 
 @both_loops
+def test_a_judge_may_be_async(loop: str) -> None:
+    class Silent(Endpoint):
+        async def chat(self, messages: Any, **options: Any) -> dict[str, Any]:
+            return {"choices": [{"message": {"role": "assistant", "content": "no"}, "finish_reason": "stop"}]}
+
+    async def judge(done: Trajectory) -> bool:
+        await anyio.sleep(0)
+        return done.text == "yes"
+
+    assert run(loop, ChatAgent(Silent("m"), judge=judge).rollout, "hi").correct is False
+
+
+@both_loops
 def test_non_prefix_turns_are_refused(loop: str) -> None:
     """The fake closes earlier turns with a semicolon that it never sampled: a template that is not prefix-stable."""
     with serve(FakeEngine(shout)) as engine:
