@@ -124,6 +124,16 @@ def test_micro_batches_change_nothing(tmp_path: Path) -> None:
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
 
+def test_a_refused_micro_batch_leaves_no_gradient(tmp_path: Path) -> None:
+    backend, samples = build_backend(tmp_path), build_samples(2)
+    samples[1].temperature = 0.0
+    with pytest.raises(ValueError, match="temperature 0"):
+        run(run_sft_training, backend, samples, SFTTrainingConfig(1, 2, micro_batch_size=1))
+    samples[0].loss_mask = [0.0] * len(samples[0].tokens)
+    [row] = run(run_sft_training, backend, samples[:1], SFTTrainingConfig(1, 1))
+    assert row["skipped"] == 1 and row["grad_norm"] == 0
+
+
 def test_metrics_are_those_of_all_micro_batches() -> None:
     rows = [{"loss": 1.0, "grad_norm": 3.0, "r/max": 2.0, "r/min": 0.5}, {"loss": 4.0, "r/max": 1.0, "r/min": 0.1}]
     rows[1] |= {"grad_norm": 2.0, "ref_kl": 0.5}

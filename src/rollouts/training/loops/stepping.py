@@ -60,7 +60,8 @@ async def run_step(
     share = items[rank::size]
     width = micro_batch_size or len(share)
     parts = [share[i : i + width] for i in range(0, len(share), width)]
-    forward = [backend.forward_backward(collate(part)) for part in parts]
+    batches = [collate(part) for part in parts]  # all first: a part that is refused must leave no gradient of others
+    forward = [backend.forward_backward(batch) for batch in batches]
     optim = backend.optim_step()
     rows = [await settle(future) for future in forward]
     # What `optim_step` reports takes precedence: the backend may weight the parts itself.
