@@ -142,6 +142,25 @@ def test_a_model_without_an_end_token_goes_on_to_the_limit() -> None:
     assert [(sample.response_length, sample.status) for sample in samples] == [(5, Status.TRUNCATED)] * 2
 
 
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_draws_do_not_depend_on_the_order_of_calls(backend: str) -> None:
+    pytest.importorskip(backend)
+
+    async def draw(order: Sequence[int]) -> dict[int, list[int]]:
+        engine, drawn = build_engine(max_tokens=4, max_batch_size=2), {}
+
+        async def call(seed: int) -> None:
+            [sample] = await engine(["Write a."], seed=seed)
+            drawn[seed] = sample.tokens
+
+        async with anyio.create_task_group() as tasks:
+            for seed in order:
+                tasks.start_soon(call, seed)
+        return drawn
+
+    assert anyio.run(draw, [1, 2, 3], backend=backend) == anyio.run(draw, [3, 1, 2], backend=backend)
+
+
 def test_a_resumed_run_draws_the_same_tokens(tmp_path: Path) -> None:
     def train(name: str, num_steps: int, start: Path | None = None) -> list[dict[str, float]]:
         torch.manual_seed(0)

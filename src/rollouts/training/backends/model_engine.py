@@ -30,6 +30,7 @@ class _PendingPrompt:
 
     prompt: Any
     prompt_ids: list[int]
+    seed: int
     result: Sample | Exception | None = None
 
 
@@ -65,8 +66,9 @@ class ModelEngine:
     rendered as a user message if the tokenizer has a chat template, a list of messages, or a row with one of these (see
     `load_rl_prompts`). Samples have the tokens, a loss mask over the completion, the log-probs under the sampling
     distribution and the version of the weights; a completion without an end token is `Status.TRUNCATED`. Concurrent
-    calls are generated as one batch of at most `max_batch_size`; its draws depend on `seed`, the version and the number
-    of batches before it. Generation blocks the event loop; use a server for models that need more than one process.
+    calls are generated as one batch of at most `max_batch_size`, in the order of the calls' seeds, which the manager
+    passes; its draws depend on `seed`, the version and the number of batches before it. Generation blocks the event
+    loop; use a server for models that need more than one process.
     """
 
     def __init__(
@@ -96,13 +98,15 @@ class ModelEngine:
         # The model's own settings, such as min_p or beams, would sample from another distribution than the trainer's.
         self.model.generation_config = type(own.generation_config)()
 
-    async def __call__(self, prompts: Sequence[Any]) -> list[Sample]:
-        """One sample per prompt."""
-        requests = [_PendingPrompt(prompt, self._encode(prompt)) for prompt in prompts]
+    async def __call__(self, prompts: Sequence[Any], seed: int = 0) -> list[Sample]:
+        """One sample per prompt; `seed` is the place of the call among concurrent ones."""
+        requests = [_PendingPrompt(prompt, self._encode(prompt), seed) for prompt in prompts]
         self._waiting += requests
         await anyio.sleep(0)  # concurrent calls are added
         while any(request.result is None for request in requests):
-            batch, self._waiting = self._waiting[: self.max_batch_size], self._waiting[self.max_batch_size :]
+            # By seed: an event loop may start concurrent calls in any order.
+            waiting = sorted(self._waiting, key=lambda request: request.seed)
+            batch, self._waiting = waiting[: self.max_batch_size], waiting[self.max_batch_size :]
             self._run(batch)
         samples = [request.result for request in requests]
         for sample in samples:
