@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ class _Step:
 class RLMetricsTracker:
     """The last `max_history` steps of a run. Lists may be those of numpy or torch; nothing appears that was not logged.
 
-    Samples and tokens of a step may come in several parts: statistics are over all of them.
+    Samples and tokens of a step may come in several parts: statistics are over the finite values of all of them.
     """
 
     def __init__(self, max_history: int = 1000) -> None:
@@ -59,9 +60,9 @@ class RLMetricsTracker:
             counted = ", ".join(f"{count} {name}" for name, count in counts.items())
             raise ValueError(f"step {step}: {counted}; give one number of each per sample")
         record = self._at(step)
-        record.rewards += values["rewards"]
-        record.lengths += values["sequence_lengths"]
-        record.advantages += values.get("advantages", [])
+        record.rewards += _finite(values["rewards"])
+        record.lengths += _finite(values["sequence_lengths"])
+        record.advantages += _finite(values.get("advantages", []))
 
     def log_policy_update(
         self, step: int, policy_loss: float, value_loss: float | None = None, entropy: float | None = None
@@ -73,8 +74,8 @@ class RLMetricsTracker:
     def log_token_metrics(self, logprobs: Any, entropies: Any = None, step: int | None = None) -> None:
         """Log-probs and entropies of sampled tokens, of the newest step unless `step` names another."""
         record = self._at(max(self.steps, default=0) if step is None else step)
-        record.logprobs += _numbers(logprobs)
-        record.entropies += [] if entropies is None else _numbers(entropies)
+        record.logprobs += _finite(_numbers(logprobs))
+        record.entropies += [] if entropies is None else _finite(_numbers(entropies))
 
     def log_evaluation(self, step: int, accuracy: float, pass_at_k: Any = None, **others: float) -> None:
         """An evaluation: `pass_at_k` by k, or its values for k = 1, 2, ...; `others` such as categorical_accuracy."""
@@ -331,6 +332,10 @@ def _numbers(values: Any) -> list[float]:
     if not isinstance(plain, Iterable):
         return [float(plain)]
     return [number for value in plain for number in _numbers(value)]
+
+
+def _finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def _describe(group: str, what: str, values: Sequence[float]) -> dict[str, float]:

@@ -97,6 +97,19 @@ def test_statistics_are_over_samples_of_the_step() -> None:
     assert tracker.get_wandb_summary(3) == summary
 
 
+def test_statistics_leave_out_values_that_are_not_finite(tracker: RLMetricsTracker) -> None:
+    nan, inf = math.nan, math.inf
+    tracker.log_rollout(3, [1.0, nan], [inf, 4], [nan, -0.5])
+    tracker.log_token_metrics([-inf, -1.0], [nan, 0.5], step=3)
+    summary = tracker.get_wandb_summary(3)
+    assert all(map(math.isfinite, summary.values()))
+    assert summary["rollout/mean_reward"] == 1.0 and summary["rollout/mean_length"] == 4.0
+    assert summary["advantages/mean"] == -0.5 and summary["tokens/mean_logprob"] == -1.0
+    tracker.log_rollout(4, [nan], [4])
+    assert "rollout/mean_reward" not in tracker.get_wandb_summary(4)
+    assert tracker.figure_data()["reward_landscape_3d"]["step"] == [1, 2, 3]
+
+
 def test_evaluations(tracker: RLMetricsTracker) -> None:
     summary = tracker.get_wandb_summary(2)
     assert summary["eval/pass@2"] == 0.5 and summary["eval/accuracy"] == 0.25
