@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
-from torch import Tensor
+from torch import Tensor, nn
 
 from prime_rl.runtime.machine import find_available_memory
 from prime_rl.trainer.config import MAX_AUTO_TOKENS
 from prime_rl.trainer.models.moe import pop_expert_load
+from prime_rl.trainer.sharded_checkpoint import local_part
+from rollouts.training.backends.ranks import is_shard
 from rollouts.training.batching import MicroBatch
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ def measure_num_rows(backend: Backend, seq_len: int) -> int:
     if backend.pipeline is not None:
         raise ValueError('micro_bs "auto" is not supported with parallel.pp: give a number of rows')
     row_bytes = measure_row_bytes(backend, seq_len)
-    state_bytes = STATE_BYTES * sum(tensor.numel() for tensor in backend.parameters.values())
+    state_bytes = STATE_BYTES * sum(local_part(tensor).numel() for tensor in backend.parameters.values())
     device = backend.placement.device
     free_bytes = find_free_bytes(device) / count_local_ranks(device)
     rows = choose_num_rows(row_bytes, free_bytes - state_bytes, seq_len, device.type, backend.num_threads)
@@ -57,13 +59,13 @@ def measure_num_rows(backend: Backend, seq_len: int) -> int:
 
 def measure_row_bytes(backend: Backend, seq_len: int) -> int:
     """Bytes that autograd stores in the forward pass of one full row, parameters excluded; changes no state."""
-    parameters = {p.untyped_storage().data_ptr() for p in backend.model.parameters()}
     stored: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            stored[storage.data_ptr()] = storage.nbytes()
+        address = storage.data_ptr()
+        if address not in stored and address not in find_parameters(backend.model):
+            stored[address] = storage.nbytes()
         return tensor
 
     row, sums = build_row(seq_len, backend.model.max_positions), list[Tensor]()
@@ -75,6 +77,11 @@ def measure_row_bytes(backend: Backend, seq_len: int) -> int:
         backend.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds
     pop_expert_load(backend.model)
     return sum(stored.values())
+
+
+def find_parameters(model: nn.Module) -> set[int]:
+    """Addresses of the parameters; with several ranks of those that are gathered now, in other memory than shards."""
+    return {p.untyped_storage().data_ptr() for p in model.parameters() if not is_shard(p)}
 
 
 def _keep(sums: list[Tensor], logprobs: Tensor) -> Tensor:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loguru import logger
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from prime_rl.plan.config import PlanConfig
 from prime_rl.runtime.machine import find_available_memory
 from prime_rl.trainer import micro_batch_size
-from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.backend import Backend, build_backend, shard_model
 from prime_rl.trainer.config import MAX_AUTO_TOKENS, TrainConfig
 from prime_rl.trainer.micro_batch_size import choose_num_rows, measure_num_rows, measure_row_bytes
 from prime_rl.trainer.run import choose_micro_bs
@@ -57,6 +62,25 @@ def test_stored_bytes_grow_with_length_and_layers(tmp_path: Path) -> None:
     assert shallow < 0.8 * long
     recomputed = measure_row_bytes(build(tmp_path, ac={"freq": 1}), 256)
     assert recomputed < 0.8 * long
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_gathered_parameters_are_no_activations(reshards: bool, tmp_path: Path) -> None:
+    whole, sharded = build(tmp_path), build(tmp_path)
+    config = build_config(tmp_path, reshard_after_forward=reshards).model
+    with group_of_one() as mesh:
+        shard_model(sharded.model, config, sharded.placement, replace(sharded.mesh, dense=mesh))
+        assert measure_row_bytes(sharded, 128) == measure_row_bytes(whole, 128)
+
+
+@contextmanager
+def group_of_one() -> Iterator[DeviceMesh]:
+    """A process group with this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_measuring_changes_no_state(tmp_path: Path) -> None:
