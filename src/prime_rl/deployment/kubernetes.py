@@ -71,27 +71,31 @@ def submit(files: Path, config: KubernetesDeployment) -> str:
     """Apply the objects; returns the output of kubectl. Raises `ValueError` with its error, or if the run is active."""
     argv = ["kubectl", "apply", "-k", str(files)]
     elsewhere = f"run `{' '.join(argv)}` on a machine that has it"
-    delete_finished_jobs(files, config, elsewhere)
+    delete_earlier_start(files, config, elsewhere)
     return run_tool(argv, elsewhere)
 
 
-def delete_finished_jobs(files: Path, config: KubernetesDeployment, elsewhere: str) -> None:
-    """Delete the Jobs of an earlier start, because Jobs cannot be changed; `ValueError` if one has not ended.
+def delete_earlier_start(files: Path, config: KubernetesDeployment, elsewhere: str) -> None:
+    """Delete Jobs and StatefulSets of an earlier start and wait for their pods; `ValueError` if a Job has not ended.
 
-    Their logs go with them, so kubectl must accept the new objects first: on the client, as the server would compare
-    them with the ended Jobs.
+    Jobs cannot be changed, and servers of the earlier start would reject the new key until their pod is replaced. The
+    logs go with them, so kubectl must accept the new objects first: on the client, as the server would compare them
+    with the ended Jobs.
     """
     label = f"app.kubernetes.io/instance={config.name}"
-    listed = run_tool(["kubectl", "get", "jobs", "-n", config.namespace, "-o", "json", "-l", label], elsewhere)
-    jobs = {job["metadata"]["name"]: job for job in json.loads(listed)["items"]}
-    if active := [name for name, job in jobs.items() if not _has_ended(job)]:
+    listed = run_tool(
+        ["kubectl", "get", "jobs,statefulsets", "-n", config.namespace, "-o", "json", "-l", label], elsewhere
+    )
+    found = json.loads(listed)["items"]
+    if active := [item["metadata"]["name"] for item in found if item["kind"] == "Job" and not _has_ended(item)]:
         raise ValueError(
             f"deployment.name = {config.name!r} is in use, as these jobs have not ended: {', '.join(active)}\n"
             f"  wait for them, delete the run with `kubectl delete -k {files}`, or give another name"
         )
-    if jobs:
+    if found:
+        names = [f"{item['kind'].lower()}/{item['metadata']['name']}" for item in found]
         run_tool(["kubectl", "apply", "--dry-run=client", "-k", str(files)], elsewhere)
-        run_tool(["kubectl", "delete", "jobs", "-n", config.namespace, *jobs], elsewhere)
+        run_tool(["kubectl", "delete", "-n", config.namespace, "--cascade=foreground", *names], elsewhere)
 
 
 def _has_ended(job: Mapping[str, Any]) -> bool:

@@ -429,35 +429,46 @@ def test_submit_tool_errors_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("ended", "deleted"), [([], []), ([True, True], ["prime-rl-job0", "prime-rl-job1"]), ([True, False], None)]
+    ("ended", "num_servers", "deleted"),
+    [
+        ([], 0, []),
+        ([True, True], 1, ["job/prime-rl-job0", "job/prime-rl-job1", "statefulset/prime-rl-server0"]),
+        ([], 1, ["statefulset/prime-rl-server0"]),
+        ([True, False], 1, None),
+    ],
 )
-def test_ended_jobs_of_an_earlier_start_are_replaced(
-    ended: list[bool], deleted: list[str] | None, monkeypatch: pytest.MonkeyPatch
+def test_jobs_and_servers_of_an_earlier_start_are_replaced(
+    ended: list[bool], num_servers: int, deleted: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Jobs cannot be changed. With one that has not ended, nothing is changed: it may be a running run."""
-    jobs = [
+    """Jobs cannot be changed, and old servers have another key. With a Job that has not ended, nothing is changed: it
+    may be a running run."""
+    found = [
         {
+            "kind": "Job",
             "metadata": {"name": f"prime-rl-job{i}"},
             "status": {"conditions": [{"type": "Suspended", "status": "True"}, {"type": "Failed", "status": str(end)}]},
         }
         for i, end in enumerate(ended)
     ]
+    found += [{"kind": "StatefulSet", "metadata": {"name": f"prime-rl-server{i}"}} for i in range(num_servers)]
     calls = []
 
     def kubectl(argv: list[str], elsewhere: str) -> str:
         calls.append(argv[1:])
-        return json.dumps({"items": jobs}) if argv[1] == "get" else "applied"
+        return json.dumps({"items": found}) if argv[1] == "get" else "applied"
 
     monkeypatch.setattr(kubernetes, "run_tool", kubectl)
     config = parse("kubernetes", *WIDE).deployment
-    look = ["get", "jobs", "-n", "default", "-o", "json", "-l", "app.kubernetes.io/instance=prime-rl"]
+    label = "app.kubernetes.io/instance=prime-rl"
+    look = ["get", "jobs,statefulsets", "-n", "default", "-o", "json", "-l", label]
     if deleted is None:
         with pytest.raises(ValueError, match=r"deployment\.name = 'prime-rl' is in use, .*: prime-rl-job1\n"):
             kubernetes.submit(Path("run"), config)
         assert calls == [look]
     else:
         assert kubernetes.submit(Path("run"), config) == "applied"
-        check, delete = ["apply", "--dry-run=client", "-k", "run"], ["delete", "jobs", "-n", "default", *deleted]
+        check = ["apply", "--dry-run=client", "-k", "run"]
+        delete = ["delete", "-n", "default", "--cascade=foreground", *deleted]
         assert calls == [look, *([check, delete] if deleted else []), ["apply", "-k", "run"]]
 
 
