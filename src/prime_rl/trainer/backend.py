@@ -377,7 +377,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     if placement.device.type == "cpu":
         keep_freed_memory()
     ranks = init_process_group(config.parallel, config.dist_timeout_seconds, placement.device)
-    mesh = build_mesh(config.parallel, ranks)
+    mesh = build_mesh(config.parallel, ranks, config.dist_timeout_seconds)
     torch.manual_seed(config.seed + ranks.rank // mesh.tp.size)  # replicated parameters need the same dropout
     critic_config = config.critic if isinstance(config, TrainConfig) else None
     model, model_dir = load_model(

@@ -106,21 +106,23 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-def build_mesh(parallel: ParallelDims, ranks: Ranks) -> Mesh:
-    """Build the mesh and its process groups (collective)."""
+def build_mesh(parallel: ParallelDims, ranks: Ranks, timeout_s: float) -> Mesh:
+    """Build the mesh and its process groups, whose operations time out after `timeout_s` (collective)."""
     dims = parallel.resolve(ranks.size)
     if ranks.size == 1:
         return Mesh(dims)
     replicas, shards = dims.dp_replicate, dims.dp_shard or 1
-    mesh = _device_mesh(ranks, dims, replicate=replicas, shard=shards, cp=dims.cp, tp=dims.tp)
+    timeout = timedelta(seconds=timeout_s)
+    mesh = _device_mesh(ranks, dims, timeout, replicate=replicas, shard=shards, cp=dims.cp, tp=dims.tp)
     # Context parallel ranks have different tokens, so parameters are also sharded over them.
-    fsdp = _device_mesh(ranks, dims, replicate=replicas, shard=shards * dims.cp, tp=dims.tp)
-    by_expert = _device_mesh(ranks, dims, replicate=replicas, shard=shards * dims.cp // dims.ep, ep=dims.ep, tp=dims.tp)
+    fsdp = _device_mesh(ranks, dims, timeout, replicate=replicas, shard=shards * dims.cp, tp=dims.tp)
+    per_expert = shards * dims.cp // dims.ep
+    by_expert = _device_mesh(ranks, dims, timeout, replicate=replicas, shard=per_expert, ep=dims.ep, tp=dims.tp)
     return Mesh(
         dims,
         dp_rank=mesh.get_local_rank("replicate") * shards + mesh.get_local_rank("shard"),
         pp=_axis_group(mesh, "pp"),
-        ends=_build_end_group(ranks, dims.pp) if dims.pp > 1 else None,
+        ends=_build_end_group(ranks, dims.pp, timeout) if dims.pp > 1 else None,
         cp=_axis_group(mesh, "cp"),
         tp=_axis_group(mesh, "tp"),
         ep=_axis_group(by_expert, "ep"),
@@ -129,33 +131,34 @@ def build_mesh(parallel: ParallelDims, ranks: Ranks) -> Mesh:
     )
 
 
-def _device_mesh(ranks: Ranks, dims: ParallelDims, **sizes: int) -> DeviceMesh:
+def _device_mesh(ranks: Ranks, dims: ParallelDims, timeout: timedelta, **sizes: int) -> DeviceMesh:
     """Device mesh of all ranks with these dimensions inside each pipeline stage."""
     names, shape = ("pp", *sizes), (dims.pp, *sizes.values())
     numbers = torch.arange(ranks.size).view(shape)
-    groups = [_groups_of(numbers.movedim(dim, -1).reshape(-1, shape[dim]).tolist(), ranks) for dim in range(len(shape))]
+    rows = [numbers.movedim(dim, -1).reshape(-1, shape[dim]).tolist() for dim in range(len(shape))]
+    groups = [_groups_of(part, ranks, timeout) for part in rows]
     own = [group for group in groups if group is not None]
     assert len(own) == len(groups), "every rank is in one row of each dimension"
     return DeviceMesh.from_group(own, ranks.device.type, numbers, mesh_dim_names=names)
 
 
-def _build_end_group(ranks: Ranks, pp: int) -> dist.ProcessGroup | None:
+def _build_end_group(ranks: Ranks, pp: int, timeout: timedelta) -> dist.ProcessGroup | None:
     """Pair each rank of the first stage with its counterpart in the last; returns this rank's group, if any."""
     stride = ranks.size // pp
-    return _groups_of([[rank, ranks.size - stride + rank] for rank in range(stride)], ranks)
+    return _groups_of([[rank, ranks.size - stride + rank] for rank in range(stride)], ranks, timeout)
 
 
-def _groups_of(rows: Sequence[Sequence[int]], ranks: Ranks) -> dist.ProcessGroup | None:
+def _groups_of(rows: Sequence[Sequence[int]], ranks: Ranks, timeout: timedelta) -> dist.ProcessGroup | None:
     """Create one group per row of ranks, in the same order on all ranks; returns the group of this rank."""
-    groups = [_group(dist.group.WORLD, tuple(row)) for row in rows]
+    groups = [_group(dist.group.WORLD, tuple(row), timeout) for row in rows]
     return next((group for row, group in zip(rows, groups, strict=True) if ranks.rank in row), None)
 
 
 @cache
-def _group(world: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
+def _group(world: dist.ProcessGroup, members: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
     """Process group of these ranks, cached across meshes because groups own connections, threads and buffers
     (collective)."""
-    return world if len(members) == world.size() else dist.new_group(list(members))
+    return world if len(members) == world.size() else dist.new_group(list(members), timeout=timeout)
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prime_rl.trainer import forward
 from prime_rl.trainer.command import count_missing_ranks
@@ -22,7 +25,7 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.parallel.context_parallel import check_heads, find_token_indices, repeat_heads
 from prime_rl.trainer.parallel.pipeline_parallel import check_layers, check_trained, split_layers
 from prime_rl.trainer.parallel.tensor_parallel import check_shape, find_split_dim, split_parameters
-from prime_rl.trainer.parallel_dims import Mesh, MeshAxisGroup
+from prime_rl.trainer.parallel_dims import Mesh, MeshAxisGroup, build_mesh, destroy_process_group
 from prime_rl.trainer.parallel_dims import ParallelDims as SameDims
 from prime_rl.trainer.sharded_checkpoint import ROWS, ShardMap, ShardSlice, open_shards, save_shards
 from rollouts.training.backends.ranks import Ranks
@@ -76,6 +79,23 @@ def test_indivisible_shapes_are_rejected() -> None:
 
 def test_layers_are_split_evenly() -> None:
     assert split_layers(7, 3) == [range(3), range(3, 5), range(5, 7)]
+
+
+def test_the_groups_of_a_mesh_have_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not torch's default of 10 or 30 minutes."""
+    timeouts, new_group = set[timedelta | None](), dist.new_group
+
+    def record(members: list[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+        timeouts.add(timeout)
+        return new_group(members, timeout)
+
+    monkeypatch.setattr(dist, "new_group", record)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh = build_mesh(ParallelDims(pp=2, tp=2), Ranks(0, 8), 77.0)
+    finally:
+        destroy_process_group()
+    assert (mesh.pp.size, mesh.tp.size, mesh.dp_size) == (2, 2, 2) and timeouts == {timedelta(seconds=77)}
 
 
 @pytest.mark.parametrize(("owners", "missing"), [([0, 1, 2], None), ([0, 1], 1), ([2, 3], 0)])
