@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import http.client
+import ipaddress
 import mmap
 import os
 import socket
@@ -28,6 +29,16 @@ def check_port_free(host: str | None, port: int, key: str = "inference.server.po
 def find_family(address: str) -> socket.AddressFamily:
     """IPv6 for an address in its notation, else IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def find_listen_address(host: str) -> tuple[socket.AddressFamily, str]:
+    """Where to listen so that other machines reach `host`; `OSError` for an unknown name.
+
+    "", all addresses, for a name of this machine that resolves to 127.0.1.1, as on Debian.
+    """
+    family, *_, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    is_name = host not in ("localhost", address)
+    return family, "" if is_name and ipaddress.ip_address(address).is_loopback else str(address)
 
 
 def explain_socket_error(error: OSError) -> str:

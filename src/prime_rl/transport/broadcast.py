@@ -13,7 +13,6 @@ trainer's link.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import threading
 import time
@@ -27,6 +26,7 @@ import msgspec
 from loguru import logger
 
 from prime_rl.runtime.framing import receive_frame, send_frame
+from prime_rl.runtime.machine import find_listen_address
 from prime_rl.transport.canary import Canary, write_canary
 from prime_rl.transport.weights import Manifest, build_manifest, find_dtype, verify_tensors, write_manifest
 from rollouts.training.steps import publish_step
@@ -141,9 +141,7 @@ class WeightSender:
     def open(self) -> None:
         """Listen on the configured address only; raises `ValueError` if it is in use or not local."""
         try:
-            family, *_, (address, *_) = socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)[0]
-            if ipaddress.ip_address(address).is_loopback and self._host not in ("localhost", address):
-                address = ""  # the host name resolves to 127.0.1.1, as on Debian
+            family, address = find_listen_address(self._host)
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address, self._port))

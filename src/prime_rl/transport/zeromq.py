@@ -20,6 +20,7 @@ import msgspec
 import zmq
 from loguru import logger
 
+from prime_rl.runtime.machine import find_listen_address
 from prime_rl.transport.batches import (
     RECEIVED,
     SCHEMA,
@@ -50,6 +51,7 @@ class ZmqBatchSender(FilesystemBatchSender):
     def __init__(self, root: Path, host: str, port: int) -> None:
         super().__init__(root)
         self.address = make_address(host, port)
+        self._host, self._port = host, port
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._signal_address = f"inproc://published-{id(self)}"
         self._signal_lock = threading.Lock()
@@ -60,10 +62,14 @@ class ZmqBatchSender(FilesystemBatchSender):
 
     def open(self) -> None:
         """Listen. Raises `ValueError` when the port is taken, or the host is no address of this machine."""
-        router = open_socket(self._context, zmq.ROUTER, self.address)
+        address = self.address
+        with contextlib.suppress(OSError):  # ZeroMQ knows more names, such as those of network interfaces
+            if not find_listen_address(strip_brackets(self._host))[1]:
+                address = f"tcp://*:{self._port}"
+        router = open_socket(self._context, zmq.ROUTER, address)
         router.setsockopt(zmq.LINGER, 0)
         try:
-            router.bind(self.address)
+            router.bind(address)
         except zmq.ZMQError as error:
             router.close()
             cure = (
@@ -187,9 +193,14 @@ class ZmqBatchReceiver:
 
 def make_address(host: str, port: int) -> str:
     """The TCP address; localhost becomes 127.0.0.1, because ZeroMQ binds to IP addresses."""
-    host = host.removeprefix("[").removesuffix("]")
+    host = strip_brackets(host)
     name = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
     return f"tcp://{name}:{port}"
+
+
+def strip_brackets(host: str) -> str:
+    """An IPv6 address without the brackets that it may have."""
+    return host.removeprefix("[").removesuffix("]")
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:

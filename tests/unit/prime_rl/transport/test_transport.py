@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from socket import AF_INET6, create_server
+from socket import AF_INET, AF_INET6, SOCK_STREAM, create_server
+from types import SimpleNamespace
 
 import anyio
 import msgspec
@@ -15,6 +16,7 @@ import pytest
 import zmq
 from fake_engine import free_port
 
+from prime_rl.runtime import machine
 from prime_rl.transport import batches, zeromq
 from prime_rl.transport.batches import SCHEMA, BatchReceiver, BatchSender
 from prime_rl.transport.factory import build_receiver, build_sender
@@ -323,6 +325,19 @@ def test_a_host_that_is_no_address_is_named(tmp_path: Path) -> None:
     sender = ZmqBatchSender(tmp_path, "trainer.invalid", free_port())
     with pytest.raises(ValueError, match=r"cannot listen at tcp://trainer\.invalid.*: set transport\.host to an IP"):
         sender.open()
+    sender.close()
+
+
+def test_a_name_of_the_loopback_address_is_reachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian maps the name of a machine to 127.0.1.1, which other machines cannot reach."""
+    found = [(AF_INET, SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(machine, "socket", SimpleNamespace(getaddrinfo=lambda *_, **__: found, SOCK_STREAM=SOCK_STREAM))
+    sender = ZmqBatchSender(tmp_path, "node001", port := free_port())
+    sender.open()
+    publish(sender, 1)
+    receiver = ZmqBatchReceiver("127.0.0.2", port)
+    assert receiver.receive(1, WAIT_S) == batch(1)
+    receiver.close()
     sender.close()
 
 
