@@ -49,7 +49,7 @@ class Task:
     """Command-line options; `$HOST_i` is the address of place i."""
 
     gpus: tuple[int, ...] | None = ()
-    """Visible GPUs in each place; None: leave CUDA_VISIBLE_DEVICES as it is."""
+    """GPUs in each place, counted among the visible ones; None: leave CUDA_VISIBLE_DEVICES as it is."""
 
     num_ranks: int = 0
     """torchrun ranks per place; 0: start the command directly."""

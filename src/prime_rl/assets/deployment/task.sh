@@ -5,8 +5,13 @@ here="$(cd "$(dirname "$0")" && pwd)"
 {% for name, value in env.items() %}
 export {{ name }}={{ value | quote }}
 {% endfor %}
-{% if task.gpus is not none %}
-export CUDA_VISIBLE_DEVICES={{ task.gpus | join(",") | quote }}
+{% if task.gpus %}
+# Numbers of GPUs count the visible ones, such as those that Ray has assigned, if so many are named.
+IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES:-}"
+[ "{% raw %}${#gpus[@]}{% endraw %}" -gt {{ task.gpus | max }} ] || gpus=({{ range((task.gpus | max) + 1) | join(" ") }})
+export CUDA_VISIBLE_DEVICES="{% for gpu in task.gpus %}${gpus[{{ gpu }}]}{{ "," if not loop.last }}{% endfor %}"
+{% elif task.gpus is not none %}
+export CUDA_VISIBLE_DEVICES=''
 {% endif %}
 {% if task.first_options %}
 first=({{ task.first_options | map("quote") | join(" ") }})

@@ -22,9 +22,9 @@ import pytest
 
 from prime_rl.config import RLConfig
 from prime_rl.deployment import kubernetes, ray, slurm
-from prime_rl.deployment.config import LocalDeployment
+from prime_rl.deployment.config import LocalDeployment, NodesConfig
 from prime_rl.deployment.launch import build_files, deploy, show_files
-from prime_rl.deployment.layout import KEY_VARIABLE, Layout, run_tool
+from prime_rl.deployment.layout import KEY_VARIABLE, Layout, Task, build_scripts, run_tool
 from prime_rl.deployment.ray_job import Host, RayPlan, RayTask, read_plan, supervise
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.launcher import cluster_layout
@@ -282,6 +282,21 @@ def test_shell_files_are_shell() -> None:
         for name, text in files.items():
             if name.endswith((".sh", ".sbatch")):
                 subprocess.run([bash, "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("visible", "used"), [("4,5,6,7", "6,7"), (None, "2,3"), ("", "2,3"), ("0", "2,3"), ("a,b,c,GPU-d,e", "c,GPU-d")]
+)
+def test_a_task_uses_gpus_assigned_to_its_node(visible: str | None, used: str, tmp_path: Path) -> None:
+    task = Task("server", "http.server", "server.toml", (0,), gpus=(2, 3))
+    script = build_scripts(Layout((), (task,)), NodesConfig(), "printenv", None)["server.sh"]
+    (tmp_path / "printenv").write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES"\n')
+    (tmp_path / "printenv").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    if visible is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = visible
+    shown = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == used
 
 
 def test_a_batch_script_names_each_task_and_its_machines() -> None:
