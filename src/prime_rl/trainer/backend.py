@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from loguru import logger
-from torch import Tensor
+from torch import Tensor, nn
 
 from prime_rl.runtime.machine import keep_freed_memory
 from prime_rl.trainer.activations import recompute_layers
@@ -317,13 +317,15 @@ class Backend:
         if self.ranks.size == 1:
             with using_threads(None if self.concurrent is None else self.num_threads):
                 return {
-                    name: tensor if any(part in name for part in self.model.float32_names) else tensor.to(dtype)
+                    name: tensor if self.model.stays_float32(name) else tensor.to(dtype)
                     for name, tensor in build(self.model).items()
                 }
         named = without_critic(dict(self.model.named_parameters()))
         needed = {n: p.detach() for n, p in named.items() if not self.adapter_config or p.requires_grad}
         shard_map = gather_shard_map(needed, self.ranks, self.cuts)
-        tensors = gather_full_tensors(needed, shard_map, self.ranks, dtype)
+        wide = torch.float32 if is_narrow(self.placement) else dtype
+        dtypes = {name: wide if self.whole.stays_float32(name) else dtype for name in shard_map.by_name}
+        tensors = gather_full_tensors(needed, shard_map, self.ranks, dtypes)
         return build(self.whole, tensors) if self.ranks.rank == 0 else {}
 
     def pop_expert_load(self) -> dict[str, float]:
@@ -466,22 +468,48 @@ def is_narrow(placement: DeviceConfig) -> bool:
 
 
 def shard_model(model: CausalLM, config: ModelConfig, placement: DeviceConfig, mesh: Mesh) -> None:
-    """Shard this rank's part of the model with FSDP over the ranks that share it."""
+    """Shard this rank's part of the model with FSDP over the ranks that share it.
+
+    `ValueError` for a narrow model with parameters that must stay in float32 beside others of the same module.
+    """
     own = getattr(model, VALUE, None)
     backbone = own.backbone if isinstance(own, ValueModel) else None
     inner = [] if backbone is None else [*backbone.layers(), backbone]
     experts = [module for module in model.modules() if isinstance(module, Experts)] if mesh.experts is not None else []
     roots = model.all_stages() if isinstance(model, PipelineLM) else [model]
-    for units, device_mesh in ((experts, mesh.experts), ((*model.layers(), *inner, *roots), mesh.dense)):
+    dtype = placement.dtype if is_narrow(placement) else None
+    wide = find_float32_modules(model) if is_narrow(placement) else []
+    for units, device_mesh, param_dtype in (
+        (wide, mesh.dense, None),
+        (experts, mesh.experts, dtype),
+        ((*model.layers(), *inner, *roots), mesh.dense, dtype),
+    ):
         if device_mesh is None:
             continue
         shard_units(
             units,
             device_mesh,
-            param_dtype=placement.dtype if is_narrow(placement) else None,
-            reduce_dtype=getattr(torch, config.reduce_dtype) if is_narrow(placement) else None,
+            param_dtype=param_dtype,
+            reduce_dtype=None if param_dtype is None else getattr(torch, config.reduce_dtype),
             reshard_after_forward=config.reshard_after_forward,
             cpu_offload=config.optim_cpu_offload,
             sum_gradients=True,
             keep=roots[-1],
         )
+
+
+def find_float32_modules(model: CausalLM) -> list[nn.Module]:
+    """The outermost modules whose parameters all stay in float32; `ValueError` for one in a module with others."""
+    found: dict[str, nn.Module] = {}
+    for name, _ in model.named_parameters() if model.float32_names else ():
+        if not model.stays_float32(name) or any(name.startswith(f"{path}.") for path in found):
+            continue
+        path = name.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if not all(model.stays_float32(f"{path}.{other}") for other, _ in module.named_parameters()):
+            raise ValueError(
+                f"{name} stays in float32, which several ranks support only for whole modules: "
+                'set model.dtype = "float32", or train on one rank'
+            )
+        found[path] = module
+    return list(found.values())

@@ -102,11 +102,12 @@ def gather_shard_map(parameters: Mapping[str, Tensor], ranks: Ranks, cuts: Shard
 
 @torch.no_grad()
 def gather_full_tensors(
-    tensors: Mapping[str, Tensor], shard_map: ShardMap, ranks: Ranks, dtype: torch.dtype
+    tensors: Mapping[str, Tensor], shard_map: ShardMap, ranks: Ranks, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """Gather full tensors in `dtype` on the CPU of rank 0; empty on the other ranks (collective)."""
+    """Gather full tensors in their `dtypes` on the CPU of rank 0; empty on the other ranks (collective)."""
     whole: dict[str, Tensor] = {}
     for name, parts in shard_map.by_name.items():
+        dtype = dtypes[name]
         if ranks.rank == 0:
             whole[name] = torch.empty(shard_map.full_shape(name), dtype=dtype)
         for box, owners in parts.items():

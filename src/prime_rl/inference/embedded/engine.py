@@ -289,7 +289,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         given = fill_weights(self.model, tensors, ignore_layers_from=self._layers_kept, source="the new weights")
         if any(tensor.itemsize > self.dtype.itemsize for tensor in given.values()):
             for name, parameter in self.model.named_parameters():
-                is_kept = any(part in name for part in self.model.float32_names)
+                is_kept = self.model.stays_float32(name)
                 if parameter.dtype != self.dtype and not parameter.is_meta and not is_kept:
                     parameter.copy_(parameter.to(self.dtype))
         self._decoder.refresh(given)

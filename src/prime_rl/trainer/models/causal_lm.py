@@ -277,6 +277,10 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self._rope: tuple[Tensor, Tensor] | None = None
 
+    def stays_float32(self, name: str) -> bool:
+        """Whether a tensor is one of `float32_names`."""
+        return any(part in name for part in self.float32_names)
+
     def forward(
         self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], attend: AttentionBackend
     ) -> Float[Tensor, "tokens hidden"]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from group_of_one import group_of_one
 from loguru import logger
 from safetensors.torch import load_file, save_file
 
 from prime_rl.pretrained.convert import convert
-from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.backend import Backend, build_backend, find_float32_modules, shard_model
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.forward import compute_head, compute_table
 from prime_rl.trainer.lora import DEFAULT_TARGETS, LoraSpec, add_lora
@@ -23,6 +25,7 @@ from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.decoder_config import choose_impl
 from prime_rl.trainer.models.hf_model import HFCausalLM, find_backbone, find_max_positions
 from prime_rl.trainer.models.registry import load_causal_lm, load_decoder
+from prime_rl.trainer.parallel_dims import Mesh
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.rl.train import train
@@ -308,6 +311,21 @@ def test_narrow_weights_keep_rotary_frequencies(tmp_path: Path) -> None:
     assert errors[1400:].mean() < 2 * errors[:200].mean(), "late positions are as close as early ones"
 
 
+ERNIE = (
+    "Ernie4_5_MoeConfig",
+    {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
+)
+
+
+def add_noise(base: Path, part: str) -> tuple[str, torch.Tensor]:
+    """Make the tensor with this part of a name one that bfloat16 cannot hold; returns it."""
+    stored = load_file(base / "model.safetensors")
+    [name] = [name for name in stored if part in name]
+    stored[name] += torch.randn_like(stored[name])
+    save_file(stored, base / "model.safetensors", {"format": "pt"})
+    return name, stored[name]
+
+
 def test_narrow_weights_keep_what_transformers_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`_keep_in_fp32_modules_strict`: a buffer of DeepSeek-V3, matrices of ERNIE 4.5."""
     heads = {"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -320,24 +338,43 @@ def test_narrow_weights_keep_what_transformers_keeps(tmp_path: Path, monkeypatch
     }
     sizes = {"moe_intermediate_size": 16, "q_lora_rank": None}
     monkeypatch.setitem(FAMILIES, "deepseek", ("DeepseekV3Config", {**heads, **experts, **sizes}))
-    options = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
-    monkeypatch.setitem(FAMILIES, "ernie", ("Ernie4_5_MoeConfig", options))
+    monkeypatch.setitem(FAMILIES, "ernie", ERNIE)
     for family, part in (("deepseek", "e_score_correction_bias"), ("ernie", "gate.weight")):
         base = save_model(family, tmp_path)
-        stored = load_file(base / "model.safetensors")
-        for name in stored:
-            if part in name:
-                stored[name] += torch.randn_like(stored[name])
-        save_file(stored, base / "model.safetensors", {"format": "pt"})
+        name, stored = add_noise(base, part)
         backend = build_backend(make_config(base, tmp_path, dtype="bfloat16"))
         backend.stepper.after_step()
         tensors = backend.export_state_dict()
-        [name] = [name for name in stored if part in name]
-        assert torch.equal(tensors[name], stored[name]), "not rounded"
+        assert torch.equal(tensors[name], stored), "not rounded"
         assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
         published = publish_weights(tmp_path / "weights", 1, tensors, base)
         assert json.loads((published / "config.json").read_text())["torch_dtype"] == "bfloat16"
         shutil.rmtree(published)
+
+
+def test_several_ranks_keep_routers_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "ernie", ERNIE)
+    base = save_model("ernie", tmp_path)
+    name, stored = add_noise(base, "gate.weight")
+    config = make_config(base, tmp_path, dtype="bfloat16")
+    backend = build_backend(config)
+    backend.ranks = SimpleNamespace(size=2, rank=0, gather_bytes=lambda data: [data])  # type: ignore[assignment]
+    tensors = backend.export_state_dict()
+    assert torch.equal(tensors[name], stored) and tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+    model, _ = load_model(config.model, backend.placement, sharded=True)
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with group_of_one() as mesh:
+        shard_model(model, config.model, backend.placement, Mesh(dense=mesh))
+        router = model.get_submodule(name.rpartition(".")[0])
+        router.register_forward_hook(lambda _, inputs, outputs: calls.append((inputs[0], outputs[0])))
+        compute_logits(model, [torch.arange(20)])
+    [(hidden, logits)] = calls
+    assert hidden.dtype == torch.bfloat16 and torch.equal(logits, hidden.float() @ stored.T)
+    model.float32_names = frozenset({"gate.weight"})  # its module also has a bias
+    with pytest.raises(
+        ValueError, match=r'gate\.weight stays in float32, .*: set model\.dtype = "float32", or train on one'
+    ):
+        find_float32_modules(model)
 
 
 def test_auto_selects_native_decoder_if_supported(tmp_path: Path) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from group_of_one import group_of_one
 from loguru import logger
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from prime_rl.plan.config import PlanConfig
 from prime_rl.runtime.machine import find_available_memory
@@ -71,16 +68,6 @@ def test_gathered_parameters_are_no_activations(reshards: bool, tmp_path: Path) 
     with group_of_one() as mesh:
         shard_model(sharded.model, config, sharded.placement, replace(sharded.mesh, dense=mesh))
         assert measure_row_bytes(sharded, 128) == measure_row_bytes(whole, 128)
-
-
-@contextmanager
-def group_of_one() -> Iterator[DeviceMesh]:
-    """A process group with this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_measuring_changes_no_state(tmp_path: Path) -> None:
