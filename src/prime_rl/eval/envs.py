@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from loguru import logger
+
 from rollouts.training.metrics import (
     compute_interval,
     compute_pass_at_k,
@@ -26,7 +28,8 @@ def summarize(groups: Sequence[Sequence[Result]], num_rollouts: int, pass_thresh
     `avg@k` is the mean reward over the k rollouts of an example, averaged over examples; `avg@k/stderr` the standard
     error of that average over examples; `pass@k` the unbiased estimate of 2107.03374 for 1, 2, 4, ... rollouts.
     `/ci_low` and `/ci_high` are 95 % confidence intervals over examples. Also means of the reward functions, lengths,
-    the share of truncated rollouts and the shares of stop reasons.
+    the share of truncated rollouts and the shares of stop reasons. `error/RewardError`, if there are any, is the number
+    of rollouts with a reward function that raised.
     """
     all_results = [result for group in groups for result in group]
     good = [[(result.reward, result) for result in group if result.reward is not None] for group in groups]
@@ -57,9 +60,21 @@ def summarize(groups: Sequence[Sequence[Result]], num_rollouts: int, pass_thresh
         summary[f"stop/{reason}"] = count / len(results)
     summary["num_turns/mean"] = statistics.fmean(r.num_turns for r in results) if results else math.nan
     summary["error/mean"] = 1 - len(results) / len(all_results) if all_results else math.nan
+    if unscored := sum(result.unscored for result in results):
+        summary["error/RewardError"] = unscored
     summary["examples"] = len(groups)
     summary["rollouts"] = len(results)
     return summary
+
+
+def warn_unscored(name: str, groups: Sequence[Sequence[Result]]) -> None:
+    """Log the number of rollouts with a reward function that raised, and the first error."""
+    results = [result for group in groups for result in group]
+    if unscored := [result for result in results if result.unscored]:
+        logger.warning(
+            f"{name}: reward functions failed in {len(unscored)} of {len(results)} rollouts, which count as reward 0; "
+            f"first error: {unscored[0].error}"
+        )
 
 
 def _mean_and_interval(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -145,7 +145,7 @@ async def evaluate_environment(
     run: GenerationRun, config: EvalConfig, env: GenerationEnvConfig, environment: Environment, endpoint: ModelEndpoint
 ) -> dict[str, float]:
     """Run the missing rollouts of one environment, write the results and return the summary."""
-    from prime_rl.eval.envs import summarize
+    from prime_rl.eval.envs import summarize, warn_unscored
     from prime_rl.eval.results import results_dir, write_results
     from prime_rl.generation.rollout_jobs import choose_rows
     from prime_rl.generation.session import run_missing
@@ -162,6 +162,7 @@ async def evaluate_environment(
         run.monitor.log({f"eval/{name}/{key}": value for key, value in summary.items()}, version)
         resume_log.mark_reported()
     run.report_failures(name, groups)
+    warn_unscored(name, groups)
     return summary
 
 

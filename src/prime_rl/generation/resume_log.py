@@ -44,6 +44,11 @@ class Result(msgspec.Struct, kw_only=True):
         return self.reward is None
 
     @property
+    def unscored(self) -> bool:
+        """Whether a reward function raised, so that its reward counts as 0."""
+        return not self.failed and (self.error or "").startswith("RewardError:")
+
+    @property
     def is_retryable(self) -> bool:
         """Whether it failed with an error that the same command may resolve, such as a timeout."""
         return self.failed_beside(("OverlongPrompt",))

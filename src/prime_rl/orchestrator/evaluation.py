@@ -18,7 +18,7 @@ from loguru import logger
 from prime_rl.configuration.errors import find_cause
 from prime_rl.configuration.sections import GenerationEnvConfig
 from prime_rl.eval.config import EvalConfig
-from prime_rl.eval.envs import summarize
+from prime_rl.eval.envs import summarize, warn_unscored
 from prime_rl.eval.results import write_results
 from prime_rl.generation.resume_log import to_result
 from prime_rl.generation.rollout_jobs import ModelEndpoint, choose_rows, run_environment
@@ -243,6 +243,7 @@ class Evaluations:
             f"Evaluated {name} at {span} | avg@{num_rollouts}: {format_value(summary[f'avg@{num_rollouts}'])} | "
             f"Examples: {len(groups)} | Errors: {summary['error/mean']:.1%} | Time: {seconds:.1f}s"
         )
+        warn_unscored(name, results)
 
 
 def build_evaluations(

@@ -110,6 +110,22 @@ def test_failed_rollouts_only_count_as_errors() -> None:
     assert (summary["examples"], summary["rollouts"]) == (3, 3)
 
 
+def test_unscored_rollouts_are_counted_and_warned_of(tmp_path: Path) -> None:
+    class Unscored(Echo):
+        async def run_group(self, row: dict[str, Any], *args: Any, **options: Any) -> list[Rollout]:
+            broken = {"error": "bug: KeyError: 'x'", "error_type": "RewardError"} if row["example_id"] else {}
+            return [rollout(0.0, example_id=row["example_id"], **broken)]
+
+    lines = list[str]()
+    handler = logger.add(lines.append, format="{level} {message}")
+    summary = run_echo(parse("--output_dir", str(tmp_path)), Unscored())
+    logger.remove(handler)
+    assert (summary["error/RewardError"], summary["error/mean"], summary["avg@1"]) == (3, 0.0, 0.0)
+    assert format_row(summary)["not scored"] == "3"
+    warning = "WARNING reverse-text: reward functions failed in 3 of 4 rollouts, which count as reward 0; "
+    assert warning + "first error: RewardError: bug: KeyError: 'x'\n" in lines
+
+
 def test_only_failures_give_nan() -> None:
     summary = summarize([[failed()]], 1)
     assert math.isnan(summary["avg@1"]) and math.isnan(summary["pass@1"])

@@ -97,6 +97,21 @@ def test_a_failed_environment_leaves_the_others_alone(tmp_path: Path) -> None:
     assert not finished, "a resumed run repeats it"
 
 
+def test_unscored_rollouts_of_an_evaluation_warn(tmp_path: Path) -> None:
+    class Unscored(BrokenEnvironment):
+        async def run_group(self, *given: Any, **options: Any) -> Any:
+            return [Rollout(prompt="q", error="bug: KeyError: 'x'", error_type="RewardError")]
+
+    servers: Any = SimpleNamespace(clients=[SimpleNamespace(base_url="http://s/v1")], reachable=[0])
+    monitor: Any = SimpleNamespace(log=lambda *given: None, log_timeline=lambda *given: None)
+    schedule = build_schedule(Unscored(), tmp_path)
+    lines = list[str]()
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    anyio.run(evaluate, Evaluations([schedule], servers, monitor, model="m", max_steps=None))
+    logger.remove(sink)
+    assert lines and lines[-1].startswith("world: reward functions failed in 1 of 1 rollouts, which count as reward 0;")
+
+
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [
