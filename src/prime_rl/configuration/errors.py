@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from prime_rl.configuration.foreign_names import translate_name
+from prime_rl.configuration.foreign_names import PRIME_RL_VALUES, advise, translate_name
 from prime_rl.configuration.schema import (
     FieldSchema,
     KeyPath,
@@ -87,6 +87,8 @@ def unknown_key(path: KeyPath, source: str, root: FieldSchema, prog: str) -> Con
     dashes = "--" if source == COMMAND_LINE else ""
     if other := translate_name(path, root):
         hint = f"did you mean {dashes}{other[0]}? ({other[1]})"
+    elif advice := advise(path, root):
+        hint = advice
     elif near := suggest_key(".".join(path), root):
         hint = f"did you mean {dashes}{near}?"
     elif len(path) > 1 and (siblings := _sibling_keys(path, root)):
@@ -121,8 +123,10 @@ def explain(error: ErrorDetails | Mapping[str, Any], schema: FieldSchema | None)
         name, words = BOUNDS[kind]
         return f"must be {words} {context[name]:g}", None
     if kind in ("literal_error", "enum", "union_tag_invalid") and schema and schema.choices:
-        near = suggest(str(error["input"]), map(str, schema.choices))
-        return f"must be one of {', '.join(map(str, schema.choices))}", f"did you mean {near}?" if near else None
+        choices = [str(choice) for choice in schema.choices]
+        other = PRIME_RL_VALUES.get(str(error["input"]))
+        near = other if other in choices else suggest(str(error["input"]), choices)
+        return f"must be one of {', '.join(choices)}", f"did you mean {near}?" if near else None
     if kind in ("value_error", "assertion_error"):
         return str(context.get("error", error["msg"])), None
     if kind == "too_short":

@@ -1,4 +1,4 @@
-"""Names of options in TRL and verl, for suggestions; `docs/coming_from.md` is this table as a page."""
+"""Names of options in TRL, verl and prime-rl, for suggestions; `docs/coming_from.md` has these tables as a page."""
 
 from __future__ import annotations
 
@@ -119,18 +119,134 @@ VERL = {
 }
 """Name in verl -> keys here, as in `TRL`."""
 
+PRIME_RL = {
+    "async_level": "max_async_level",
+    "orchestrator.async_level": "orchestrator.max_async_level",
+    "ckpt.keep_last": "ckpt.keep",
+    "trainer.ckpt.keep_last": "trainer.ckpt.keep",
+    "orchestrator.ckpt.keep_last": "orchestrator.ckpt.keep",
+    "trainer.model.dp_replicate": "trainer.parallel.dp_replicate",
+    "trainer.model.ep": "trainer.parallel.ep",
+    "trainer.model.tp": "trainer.parallel.tp",
+    "trainer.model.cp": "trainer.parallel.cp",
+    "trainer.model.cp_style": "trainer.parallel.cp_style",
+    "trainer.model.fsdp_cpu_offload": "trainer.model.optim_cpu_offload",
+    "trainer.loss.ratio_type": "trainer.loss.ratio",
+    "trainer.loss.geo_mask_low": "trainer.loss.seq_ratio_mask_low",
+    "trainer.loss.geo_mask_high": "trainer.loss.seq_ratio_mask_high",
+    "trainer.loss.dppo_mask_low": "trainer.loss.max_prob_diff",
+    "trainer.loss.dppo_mask_high": "trainer.loss.max_prob_diff",
+    "trainer.rollout_transport": "transport",
+    "trainer.metrics_server": "trainer.prometheus",
+    "data.micro_batch_size": "micro_bs",
+    "orchestrator.rollout_transport": "transport",
+    "orchestrator.algo": "trainer.loss.type",
+    "orchestrator.group_size": "orchestrator.rollouts_per_example",
+    "orchestrator.max_inflight_rollouts": "orchestrator.max_concurrent",
+    "orchestrator.filter_zero_advantages": "trainer.skip_zero_advantage",
+    "orchestrator.workers_per_env": "orchestrator.env.0.num_workers",
+    "orchestrator.eval.retry": "orchestrator.max_retries",
+    "inference.gpu_memory_utilization": "inference.vllm",
+    "inference.max_loras": "inference.vllm",
+    "inference.max_cpu_loras": "inference.vllm",
+    "inference.model.enforce_eager": "inference.enforce_eager",
+    "inference.model.rope_scaling": "inference.vllm",
+    "deployment.num_train_gpus": "trainer_gpu_ids",
+    "deployment.num_infer_gpus": "inference_gpu_ids",
+}
+"""Name in prime-rl's code, as `rl` has it -> keys here, as in `TRL`."""
+
+PRIME_RL_WITHOUT_KEY = {
+    "run": "set output_dir",
+    "slurm": 'set deployment.type = "slurm"',
+    "log.vf_level": "leave it out: log.level applies to all",
+    "log.log_data": "leave it out: `monitor` shows the rollouts",
+    "ckpt.keep_interval": "leave it out: weights of every ckpt.interval-th step are kept",
+    "trainer.weight_broadcast.save_sharded": "leave it out",
+    "trainer.weight_broadcast.save_format": "leave it out: weights are safetensors",
+    "trainer.weight_broadcast.inference_world_size": "leave it out: it follows from the servers",
+    "loss_impl": "leave it out",
+    "trainer.tokenizer": "leave it out: the tokenizer is the model's",
+    "trainer.heartbeat": "leave it out",
+    "trainer.max_concurrent_runs": "leave it out: a trainer has one run; `serve` trains several adapters",
+    "trainer.ckpt.weights": "leave it out: weights/step_N is always written, as safetensors",
+    "trainer.loss.sequence_clip_high": 'set trainer.loss.delta if trainer.loss.ratio = "product", else leave it out',
+    "trainer.model.ac_offloading.max_inflight_activations": "leave it out",
+    "trainer.model.enable_router_replay": "leave it out",
+    "trainer.model.fused_lm_head_chunk_size": "leave it out: logits are always computed in chunks",
+    "trainer.model.fused_lm_head_token_chunk_size": "leave it out: logits are always computed in chunks",
+    "trainer.model.moe_router_dtype": "leave it out",
+    "trainer.model.moe_use_grouped_mm": "leave it out",
+    "trainer.model.optimization_dtype": "leave it out: the optimizer computes in float32, or float64 for such a model",
+    "trainer.model.quantization": "leave it out: trainer.model.dtype has the number formats",
+    "orchestrator.heartbeat": "leave it out",
+    "orchestrator.lora_name": "leave it out: it follows from trainer.model.lora",
+    "orchestrator.mask_env_responses": "leave it out: only sampled tokens are trained",
+    "orchestrator.max_concurrent_runs": "leave it out: an orchestrator has one run",
+    "orchestrator.num_train_workers": "leave it out: it follows from the trainer's ranks",
+    "orchestrator.train": "move its sources to [[orchestrator.env]], its sampling to [orchestrator.sampling]",
+    "orchestrator.trajectory_strategy": "leave it out: a turn that does not extend the tokens starts a new sample",
+    "orchestrator.buffer.hash_keys": "leave it out: example_id names an example",
+    "orchestrator.eval.env.0.skip_first": "leave it out: num_examples takes the first rows",
+    "orchestrator.eval.per_rollout": "leave it out",
+    "orchestrator.eval.reasoning_field": "leave it out",
+    "orchestrator.eval.save": "leave it out: results are always written to evals/",
+    "eval_base": "leave it out: without weights_dir, the model itself is evaluated",
+    "resume_path": "leave it out: the same command resumes",
+    "use_tqdm": "leave it out",
+    "inference.api_server_count": "leave it out",
+    "inference.enable_lora": "leave it out: it follows from trainer.model.lora",
+    "inference.model.enable_auto_tool_choice": "leave it out: inference.model.tool_call_parser is enough",
+}
+"""Name in prime-rl's code without a key here -> what to do."""
+
+PRIME_RL_VALUES = {
+    "flash_attention_2": "flash",
+    "flash_attention_3": "flash",
+    "liger_kernel": "auto",
+    "default": "dppo",
+    "sequence": "product",
+    "single_node": "local",
+    "multi_node": "slurm",
+}
+"""Value in prime-rl's code -> value here, where a key has it."""
+
+COMMAND_SECTIONS = ("trainer", "orchestrator", "orchestrator.eval", "inference")
+"""Sections of `rl` whose keys another command has at the top."""
+
 
 def translate_name(path: KeyPath, root: FieldSchema) -> tuple[str, str] | None:
-    """A key of `root` for an option of TRL or verl, and `option in project`; None for unknown names."""
-    normalized = tuple(part.lstrip("+~").replace("-", "_") for part in path)
-    tables = (("verl", VERL, ".".join(normalized)), ("TRL", TRL, normalized[-1]))
-    for project, table, name in tables:
+    """A key of `root` for an option of TRL, verl or prime-rl, and `option in project`; None for unknown names."""
+    normalized = _normalize(path)
+    full = [("prime-rl", PRIME_RL, name) for name in _full_names(normalized, root)]
+    for project, table, name in (("verl", VERL, ".".join(normalized)), *full, ("TRL", TRL, normalized[-1])):
         for key in table.get(name, "").split():
             parts = tuple(key.split("."))
             for known in (parts, parts[1:]):  # commands other than `rl` have the keys of their section at the top
                 if known and _has_key(root, known):
                     return ".".join(known), f"{name} in {project}"
     return None
+
+
+def advise(path: KeyPath, root: FieldSchema) -> str | None:
+    """What to do instead of an option of prime-rl, or of its section, that has no key here; None for unknown names."""
+    normalized = _normalize(path)
+    for end in range(len(normalized), 0, -1):
+        for name in _full_names(normalized[:end], root):
+            if name in PRIME_RL_WITHOUT_KEY:
+                return f"{PRIME_RL_WITHOUT_KEY[name]} (a key of prime-rl)"
+    return None
+
+
+def _normalize(path: KeyPath) -> KeyPath:
+    return tuple(part.lstrip("+~").replace("-", "_") for part in path)
+
+
+def _full_names(path: KeyPath, root: FieldSchema) -> list[str]:
+    """The names that a key of a command may have in `rl`, lists as their first item."""
+    name = ".".join("0" if part.isdigit() else part for part in path)
+    above = [section for section in COMMAND_SECTIONS if not _has_key(root, tuple(section.split(".")[:1]))]
+    return [name, *(f"{section}.{name}" for section in above)]
 
 
 def _has_key(root: FieldSchema, path: KeyPath) -> bool:

@@ -183,7 +183,10 @@ def suggest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def suggest_key(key: str, schema: FieldSchema) -> str | None:
-    """The closest dotted key: a similar spelling in the same section, or the same last part in another section."""
+    """The closest dotted key: a similar spelling in the same section, or the same last part in another section.
+
+    Of several sections, those below the same top section come first, then the main keys.
+    """
     keys = all_keys(schema)
     *section, last = key.replace("-", "_").split(".")
     siblings = [known for known in keys if known.split(".")[:-1] == section]
@@ -191,6 +194,10 @@ def suggest_key(key: str, schema: FieldSchema) -> str | None:
     if near:
         return ".".join((*section, near))
     elsewhere = [known for known in keys if known.split(".")[-1] == last]
+    if not elsewhere:
+        alike = [known for known in keys if suggest(last, [known.split(".")[-1]])]
+        return suggest(key, alike, cutoff=0.75)
+    same = [known for known in elsewhere if known.split(".")[:1] == section[:1]]
     main_keys = getattr(schema.sections[0], "main_keys", ())
-    main = [known for known in elsewhere if any(f"{name}.".startswith(f"{known}.") for name in main_keys)]
-    return min(main or elsewhere, key=len) if elsewhere else suggest(key, keys, cutoff=0.75)
+    main = [known for known in same or elsewhere if any(f"{name}.".startswith(f"{known}.") for name in main_keys)]
+    return min(main or same or elsewhere, key=len)
