@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import Event
-from prime_rl.inference.server import bind, build_app, build_uvicorn_config
+from prime_rl.inference.server import bind, build_server
 from prime_rl.inference.service import ServerState, build_service
 
 DEADLINE_S = 30
@@ -29,8 +28,7 @@ class RunningServer:
         self.service: ServerState = build_service(self.config)
         self._socket = bind("127.0.0.1", 0)
         self.root = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        app, limits = build_app(self.service), self.config.server
-        self._server = uvicorn.Server(build_uvicorn_config(app, limits.read_timeout, limits.drain_timeout))
+        self._server = build_server(self.service)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started, "the server to start")

@@ -34,6 +34,13 @@ class EngineBusy(Exception):
     """The request queue is full; the client should retry."""
 
 
+class EngineStopping(EngineFailed):
+    """The server stops; the client should retry with another, or after its restart."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping")
+
+
 class ReaderTooSlow(Exception):
     """The client reads a stream so slowly that its buffer is full."""
 
@@ -47,6 +54,7 @@ class AsyncEngine:
         self.engine = engine  # owned by the engine thread: only plain numeric attributes may be read here
         self.max_requests = max_requests
         self.error: BaseException | None = None
+        self.stopping = False
         self.on_failure: Callable[[], None] = lambda: None
         self._thread = EngineThread(engine, self._on_events, self._fail, BusyIntervalLogger(log))
         self._listeners: dict[GenerationRequest, Listener] = {}
@@ -59,6 +67,15 @@ class AsyncEngine:
     def close(self) -> None:
         """Stop the thread."""
         self._thread.close()
+
+    def refuse(self) -> int:
+        """Fail unfinished requests and all later ones with `EngineStopping`; returns the number of unfinished ones."""
+        self.stopping = True
+        requests, listeners = list(self._listeners), set(self._listeners.values())
+        self._cancel(requests)
+        for listener in listeners:
+            listener(EngineStopping())
+        return len(requests)
 
     async def call(self, function: Callable[[GenerationEngine], T]) -> T:
         """Run `function` on the engine between two of its steps."""
@@ -179,6 +196,8 @@ class AsyncEngine:
                 self._thread.cancel(request)
 
     def _check(self) -> None:
+        if self.stopping:
+            raise EngineStopping
         if self.error is not None:
             raise EngineFailed(f"engine failed: {self.error}") from self.error
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -331,8 +332,9 @@ class EngineThread:
         self._post(lambda: self._add(request))
 
     def cancel(self, request: GenerationRequest) -> None:
-        """Cancel a request."""
-        self._post(lambda: self.engine.cancel(request))
+        """Cancel a request, unless the thread has ended."""
+        with suppress(EngineFailed):
+            self._post(lambda: self.engine.cancel(request))
 
     def call(self, function: Callable[[GenerationEngine], T]) -> Future[T]:
         """Run `function` on the engine between two steps; the future receives its result or exception.
@@ -393,7 +395,7 @@ class EngineThread:
     def _post(self, command: Callable[[], None], future: Future[Any] | None = None) -> None:
         with self._wake:
             if self._closed:
-                raise RuntimeError("engine stopped")
+                raise EngineFailed("engine stopped")
             if future is not None:
                 self._calls.add(future)
                 future.add_done_callback(self._calls.discard)

@@ -99,11 +99,17 @@ def build_uvicorn_config(app: Starlette, read_timeout_s: float, drain_timeout_s:
     )
 
 
-def run_app(settings: uvicorn.Config, listener: socket.socket, engine: AsyncEngine) -> None:
-    """Serve until stopped; `RuntimeError` if the engine fails, which stops the server."""
-    import uvicorn
+def build_server(service: ServerState) -> uvicorn.Server:
+    """Build the web server of `service`."""
+    from prime_rl.inference.draining import ANSWER_S, DrainingServer
 
-    server = uvicorn.Server(settings)
+    limits = service.config.server
+    settings = build_uvicorn_config(build_app(service), limits.read_timeout, limits.drain_timeout + ANSWER_S)
+    return DrainingServer(settings, service.engine, limits.drain_timeout)
+
+
+def run_server(server: uvicorn.Server, listener: socket.socket, engine: AsyncEngine) -> None:
+    """Serve until stopped; `RuntimeError` if the engine fails, which stops the server."""
 
     def stop() -> None:
         server.should_exit = True
@@ -194,9 +200,7 @@ def serve(config: InferenceConfig) -> int:
         f"Serving {config.served_name} on http://{config.server.host}:{config.server.port}/v1 "
         f"(loaded in {time.time() - start:.1f} s)"
     )
-    limits = config.server
-    settings = build_uvicorn_config(build_app(service), limits.read_timeout, limits.drain_timeout)
-    run_app(settings, listener, service.engine)
+    run_server(build_server(service), listener, service.engine)
     return 0
 
 

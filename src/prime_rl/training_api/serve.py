@@ -191,7 +191,9 @@ def build_sampling(config: SamplingServerConfig, store: AdapterStore) -> ServerS
 
 def serve(config: ServeConfig) -> int:
     """Serve until stopped; returns the exit code."""
-    from prime_rl.inference.server import bind, build_uvicorn_config, run_app
+    import uvicorn
+
+    from prime_rl.inference.server import bind, build_uvicorn_config, run_server
     from prime_rl.runtime.machine import share_heap
 
     share_heap()
@@ -211,7 +213,7 @@ def serve(config: ServeConfig) -> int:
     logger.info(f"Serving {config.model.name}: TINKER_BASE_URL=http://{config.host}:{config.port}")
     logger.info(f"Show its tenants, queues and tokens: monitor {config.output_dir} --serve")
     with StateRecorder(config.output_dir, "serve"):
-        run_app(settings, listener, service.engine)
+        run_server(uvicorn.Server(settings), listener, service.engine)
         if service.error is not None:
             raise RuntimeError(f"The server failed: {service.error}") from service.error
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from prime_rl.inference.access import Access, check_access
-from prime_rl.inference.async_engine import ClientGone, EngineBusy, ReaderTooSlow
+from prime_rl.inference.async_engine import ClientGone, EngineBusy, EngineStopping, ReaderTooSlow
 from prime_rl.inference.detokenizer import accumulate_offsets, find_context
 from prime_rl.inference.engine import EngineFailed, Event, GenerationRequest, Output
 from prime_rl.inference.grammar import read_grammar
@@ -159,6 +160,8 @@ def wrap_handler(
             if access == "api":
                 check_weights(service.awaits_weights)
             return await handler(service, request)
+        except asyncio.CancelledError:  # the server stops
+            return build_error_response(request, EngineStopping())
         except Exception as error:
             return build_error_response(request, error)
 
@@ -170,7 +173,8 @@ def build_error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, RecursionError):
         error = ApiError("the request is nested too deeply")
     elif isinstance(error, EngineFailed):
-        error = ApiError(str(error), status=503)
+        retry_after_s = RETRY_AFTER_S if isinstance(error, EngineStopping) else 0
+        error = ApiError(str(error), status=503, retry_after_s=retry_after_s)
     elif isinstance(error, EngineBusy):
         error = ApiError(str(error), status=429, kind="rate_limit_error", retry_after_s=RETRY_AFTER_S)
     elif isinstance(error, ReaderTooSlow):

@@ -6,11 +6,13 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from loguru import logger
 from openai import OpenAI, RateLimitError
 from running_server import DEADLINE_S, RunningServer, wait_until
 from starlette.requests import Request
@@ -467,3 +469,24 @@ def test_engine_validates_before_the_response_starts(server: RunningServer) -> N
     finally:
         server.service.engine.engine = real
     assert reply.status_code == 400 and reply.json()["error"]["message"] == "not this one"
+
+
+def test_requests_unfinished_at_the_stop_get_503(caplog: pytest.LogCaptureFixture) -> None:
+    server = RunningServer(None, server={"drain_timeout": 0.1})
+    server.post("/pause", {})
+    body = {"prompt": "ab", "max_tokens": 2}
+    lines = list[str]()
+    sink = logger.add(lines.append, format="{level} {message}")
+    with ThreadPoolExecutor(2) as pool, httpx.Client(base_url=server.root, timeout=DEADLINE_S, trust_env=False) as http:
+        whole, streamed = (
+            pool.submit(http.post, "/v1/completions", json=body | {"stream": stream}) for stream in (False, True)
+        )
+        wait_until(lambda: server.service.engine.num_requests == 2, "both requests")
+        server.stop()
+        reply, stream = whole.result(DEADLINE_S), streamed.result(DEADLINE_S)
+    logger.remove(sink)
+    assert reply.status_code == 503 and reply.headers["retry-after"]
+    assert reply.json()["error"]["message"] == "the server is stopping"
+    assert "the server is stopping" in stream.text.splitlines()[-2] and "[DONE]" not in stream.text
+    assert "INFO Stopping after 0.1 s (server.drain_timeout): 2 unfinished\n" in lines
+    assert not [line for line in lines if line.startswith("ERROR")] and not caplog.records

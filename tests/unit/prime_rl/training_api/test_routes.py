@@ -352,7 +352,7 @@ def test_a_failed_server_is_recorded_as_failed(tmp_path: Path, monkeypatch: pyte
     failed = SimpleNamespace(engine=None, error=OSError("disk full"))
     monkeypatch.setattr("prime_rl.training_api.serve.build_service", lambda config: failed)
     monkeypatch.setattr("prime_rl.training_api.serve.build_app", lambda service: None)
-    monkeypatch.setattr("prime_rl.inference.server.run_app", lambda settings, listener, engine: listener.close())
+    monkeypatch.setattr("prime_rl.inference.server.run_server", lambda server, listener, engine: listener.close())
     with pytest.raises(RuntimeError, match="The server failed: disk full"):
         serve(ServeConfig(port=find_free_port(), output_dir=tmp_path))
     state = read_run_state(tmp_path)
