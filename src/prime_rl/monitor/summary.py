@@ -24,6 +24,7 @@ DOCUMENTED = {
 """Documented name -> candidate metrics, in order of preference."""
 
 FURTHER = (
+    "val_loss/mean",
     "optim/grad_norm",
     "optim/lr",
     "completion_len/mean",

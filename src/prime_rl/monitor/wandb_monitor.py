@@ -240,6 +240,8 @@ def show_samples(options: argparse.Namespace, samples: Iterable[Mapping[str, Any
     else:
         threshold = 0.5 if options.reward_threshold is None else options.reward_threshold
         failed, what = failed_samples(samples, threshold, options.max_samples), f"with a reward below {threshold:g}"
+    if not failed and kind.kind in (Kind.SFT, Kind.SERVER):
+        return  # they have no rewards
     noun = "sample" if len(failed) == 1 else "samples"
     print_text(f"\n{len(failed) or 'no'} {noun} {what}" + (", the newest first" if len(failed) > 1 else ""))
     for row in failed:

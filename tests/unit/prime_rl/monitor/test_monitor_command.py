@@ -120,6 +120,15 @@ def test_distillation_shows_low_rewards_on_request(tmp_path: Path, capsys: pytes
     assert "teacher KL 0.1667" in out and "reward" not in out
 
 
+def test_summary_of_sft_has_the_validation_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"step": step, "process": "sft", "loss/mean": 1.0, "val_loss/mean": 2.0 / step} for step in (1, 2)]
+    append_jsonl(tmp_path / "metrics.jsonl", rows)
+    code, out, _ = call(capsys, tmp_path)
+    table = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
+    assert code == 0 and table["val_loss/mean"][:2] == ["2", "1"]
+    assert "samples" not in out, "it has neither samples nor rewards"
+
+
 def test_plots_show_the_validation_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed; cure: make setup")
     drawn: list[list[str]] = []
