@@ -124,12 +124,17 @@ def find_single_use(config: RLConfig) -> dict[str, Any]:
 
 
 def build_eval_config(config: RLConfig) -> EvalConfig:
-    """An evaluation config with the environments and the sampling parameters of the run."""
+    """An evaluation config with the environments and the sampling parameters of the run.
+
+    Published adapters are loaded with the base model of the run, which may be random.
+    """
     from prime_rl.eval.config import EvalConfig
 
+    model = config.trainer.model
+    debug = model.debug.model_dump() if model.publishes_adapters else {}
     return EvalConfig.model_validate(
         {
-            "model": {"name": config.model.name},
+            "model": {"name": config.model.name, "debug": debug},
             "env": [env.plain() for env in config.orchestrator.env],
             "sampling": config.orchestrator.sampling.model_dump(),
             "output_dir": config.output_dir,

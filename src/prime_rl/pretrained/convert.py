@@ -63,7 +63,7 @@ def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None
     The base may be an adapter itself. Tokenizer and end tokens are the adapter's, if it has them, and so is the size of
     the vocabulary.
     """
-    from prime_rl.runtime.tokenizer import resolve_model_dir
+    from prime_rl.runtime.tokenizer import find_weight_files, resolve_model_dir
     from prime_rl.trainer.lora import load_adapter, merge_adapter
     from prime_rl.trainer.models.registry import read_tensors
 
@@ -74,6 +74,11 @@ def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None
     base_dir = resolve_model_dir(base)
     if read_json_file(base_dir / "config.json").get("quantization_config"):
         raise ValueError(f"the base model {base} is quantized: give a bfloat16 version of it as --base")
+    if not is_adapter(base_dir) and not find_weight_files(base_dir):
+        raise ValueError(
+            f"the base model {base} has no weights: give one with weights as --base; for an adapter of a random model "
+            "(model.debug.random_init) there is none, train with model.lora.merge = true to publish full models"
+        )
     tensors = merge_adapter(read_tensors(base_dir), adapter)
     has_tokenizer = any(adapter_dir.glob("tokenizer*"))
     eos_ids = read_eos_ids(adapter_dir / GENERATION_FILE)

@@ -108,6 +108,11 @@ class ModelConfig(BaseConfig):
     """Data type of the gradient reduction over bfloat16 ranks; parameters and moments stay float32."""
     debug: DebugModelConfig = DebugModelConfig()
 
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether PEFT adapters are published, rather than full models."""
+        return self.lora is not None and not self.lora.merge
+
     @model_validator(mode="after")
     def _check_option_combinations(self) -> ModelConfig:
         if self.ac_offloading is not None and self.ac is None:

@@ -25,6 +25,7 @@ from prime_rl.trainer.checkpointer import Checkpointer, archive_earlier_run, res
 from prime_rl.trainer.command import check_output_dir
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.micro_batch_size import measure_num_rows
+from prime_rl.trainer.model_config import ModelConfig
 from prime_rl.trainer.parallel_dims import destroy_process_group
 from prime_rl.trainer.perf import PerfCounter, StepTimer
 from prime_rl.trainer.profiling import record_profile
@@ -44,7 +45,8 @@ from rollouts.training.types import Sample
 class TrainerRun:
     """The components of one run, on one or several ranks.
 
-    `progress` is the resume state; `micro_bs` the rows of a micro-batch; `profile` records the run.
+    `progress` is the resume state; `micro_bs` the rows of a micro-batch; `profile` records the run; `load_options` are
+    the options with which a command loads the published weights.
     """
 
     backend: Backend
@@ -56,6 +58,7 @@ class TrainerRun:
     max_steps: int | None
     micro_bs: int
     profile: AbstractContextManager[None]
+    load_options: str = ""
 
     @property
     def timer(self) -> StepTimer:
@@ -142,11 +145,11 @@ class TrainerRun:
         is_launched = TOKEN_VARIABLE in os.environ  # launchers print their own summary
         if self.backend.ranks.rank == 0 and keeps_output and not is_launched:
             resumable = self.checkpointer.config is not None
-            sys.stdout.write(summarize(self.publisher.run, num_steps, resumable=resumable))
+            sys.stdout.write(summarize(self.publisher.run, num_steps, self.load_options, resumable=resumable))
         return 0
 
 
-def summarize(run: RunDir, num_steps: int, *, resumable: bool) -> str:
+def summarize(run: RunDir, num_steps: int, load_options: str = "", *, resumable: bool) -> str:
     """Output paths and suggested next commands."""
     newest = step_path(run.weights, num_steps)
     table: dict[str, object] = {"metrics": run.metrics, "logs": run.logs}
@@ -155,8 +158,14 @@ def summarize(run: RunDir, num_steps: int, *, resumable: bool) -> str:
             f"--output-dir {shlex.quote(str(run.root))} --resume, and a higher --max-steps (sft: or --num-epochs)"
         )
     if newest.exists():
-        table |= {"weights": newest, "next": f"inference --model.name {shlex.quote(str(newest))}"}
+        table |= {"weights": newest, "next": f"inference --model.name {shlex.quote(str(newest))}{load_options}"}
     return "".join(f"  {name:<8} {value}\n" for name, value in table.items())
+
+
+def find_load_options(model: ModelConfig) -> str:
+    """Options that load published weights: adapters need the base model of this run, which may be random."""
+    changed = model.debug.model_dump(exclude_defaults=True) if model.publishes_adapters else {}
+    return "".join(f" --model.debug.{key.replace('_', '-')} {str(value).lower()}" for key, value in changed.items())
 
 
 def start_backend(config: TrainConfig | SFTConfig, process: str) -> Backend:
@@ -207,6 +216,7 @@ def build_run(
         config.max_steps,
         choose_micro_bs(config, backend, progress),
         record_profile(config.trace_path, config.memory_profiler_path, place.device, rank),
+        find_load_options(config.model),
     )
     if threading.current_thread() is threading.main_thread():
         explain_on_signal(find_log_name(process), out.root, run.step_logger.describe_wait)

@@ -13,13 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from prime_rl.runtime.tokenizer import find_weight_files, load_tokenizer, resolve_model_dir
-from prime_rl.trainer.lora import load_adapter, merge_adapter
+from prime_rl.trainer.lora import Adapter, load_adapter, merge_adapter
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig, Impl, choose_impl
 from prime_rl.trainer.models.gemma3 import Gemma3LM
 from prime_rl.trainer.models.hf_model import load_hf_model
 from prime_rl.trainer.models.nanochat import NanochatLM
-from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, GENERATION_FILE, read_eos_ids, read_index
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, GENERATION_FILE, is_adapter, read_eos_ids, read_index
 from rollouts.training.backends import checkpoint
 from rollouts.training.json_files import read_json_file
 from rollouts.training.tensor_files import MappedTensors
@@ -83,7 +83,8 @@ def load_decoder(
     """Load the decoder of a Hugging Face directory, with its weights or, with `random_init`, weights drawn from `seed`.
 
     `num_layers` truncates the model. Random weights are drawn in fp32 and then cast, a pure function of (config,
-    seed). `ValueError` for an unsupported model, missing or unexpected tensors, and a directory without weights.
+    seed); those of a PEFT adapter are its base model's, with the adapter merged. `ValueError` for an unsupported model,
+    missing or unexpected tensors, and a directory without weights.
     """
     model_dir = Path(model_dir)
     config = DecoderConfig.from_hf(load_hf_config(model_dir))
@@ -92,7 +93,14 @@ def load_decoder(
             raise ValueError(f"model.debug.num_layers is {num_layers} but {model_dir} has {config.num_hidden_layers}")
         config = replace(config, num_hidden_layers=num_layers)
     model = _build_empty(config, dtype, device)
-    if random_init:
+    if random_init and is_adapter(model_dir):
+        adapter = load_adapter(model_dir)
+        options: dict[str, Any] = {"seed": seed, "dtype": dtype, "device": device}
+        num_layers = config.num_hidden_layers
+        base = load_decoder(_find_base(model_dir, adapter), random_init=True, num_layers=num_layers, **options)
+        drawn = {name: tensor.detach() for name, tensor in tensor_names(base).items()}
+        fill_weights(model, merge_adapter(drawn, adapter), source=str(model_dir))
+    elif random_init:
         init_weights(model, seed)
     else:
         fill_weights(model, read_tensors(model_dir), ignore_layers_from=num_layers, source=str(model_dir))
@@ -146,15 +154,20 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
     Files in torch's format are read if there are no safetensors. `ValueError` when a file cannot be read.
     """
     model_dir = Path(model_dir)
-    if (model_dir / ADAPTER_CONFIG_FILE).is_file():
+    if is_adapter(model_dir):
         adapter = load_adapter(model_dir)
-        if not adapter.base_model:
-            raise ValueError(f"{model_dir / ADAPTER_CONFIG_FILE} has no base model: set base_model_name_or_path")
-        return merge_adapter(read_tensors(resolve_model_dir(adapter.base_model)), adapter)
+        return merge_adapter(read_tensors(_find_base(model_dir, adapter)), adapter)
     files = find_weight_files(model_dir)
     if files and files[0].suffix != ".safetensors":
         return {name: tensor for file in files for name, tensor in checkpoint.read_tensors(file).items()}
     return MappedTensors(read_files(model_dir))
+
+
+def _find_base(model_dir: Path, adapter: Adapter) -> Path:
+    """Directory of the base model; `ValueError` if the adapter names none."""
+    if not adapter.base_model:
+        raise ValueError(f"{model_dir / ADAPTER_CONFIG_FILE} has no base model: set base_model_name_or_path")
+    return resolve_model_dir(adapter.base_model)
 
 
 def read_files(model_dir: Path) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import RLConfig
+from prime_rl.eval.config import EvalConfig
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.launcher import output_dir
 from prime_rl.rl import prepare_output_dir
@@ -139,6 +140,14 @@ def test_a_recorded_run_skips_nothing_again(tmp_path: Path) -> None:
     assert recorded.trainer.ckpt is not None and not recorded.trainer.ckpt.skip_optimizer
     trainer = parse_argv(TrainConfig, ["@", str(paths["trainer"])], "trainer")[0]
     assert trainer.ckpt is not None and trainer.ckpt.skip_optimizer, "this start skips it"
+
+
+def test_evaluations_load_adapters_with_their_base(tmp_path: Path) -> None:
+    options = ["--output-dir", str(tmp_path), "--model.debug.random-init", "--model.debug.seed", "3"]
+    for lora, expected in (([], False), (["--trainer.model.lora.merge"], False), (["--trainer.model.lora"], True)):
+        path = output_dir.write_configs(parse(*options, *lora))["eval"]
+        debug = parse_argv(EvalConfig, ["@", str(path)], "eval")[0].model.debug
+        assert (debug.random_init, debug.seed) == (expected, 3 if expected else 0), lora
 
 
 def test_a_recorded_run_has_the_group_of_its_directory(tmp_path: Path) -> None:

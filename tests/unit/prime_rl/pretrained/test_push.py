@@ -300,4 +300,6 @@ def test_convert_of_adapters_names_the_cure(tmp_path: Path, capsys: pytest.Captu
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
     assert run(convert_main, directory, tmp_path / "z") == 2
     assert "pass --base" in capsys.readouterr().err and not (tmp_path / "z").exists()
+    assert run(convert_main, directory, tmp_path / "z", "--base", "tiny-qwen3") == 2
+    assert "train with model.lora.merge = true" in capsys.readouterr().err and not (tmp_path / "z").exists()
     assert run(convert_main, directory, tmp_path / "z", "--base", tmp_path / "base" / "step_1") == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer import backend as backend_module
 from prime_rl.trainer import model as model_module
 from prime_rl.trainer.backend import build_backend
@@ -74,6 +75,23 @@ def test_published_adapter_is_a_valid_model_name(base: Path, tmp_path: Path) -> 
 
     train(make_config(tmp_path / "more", directory, {"rank": 2}, max_steps=1))
     assert load_adapter(tmp_path / "more" / "weights" / "step_1").base_model == str(directory.resolve())
+
+
+def test_adapters_of_a_random_model_are_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"debug": {"random_init": True, "num_layers": 1, "seed": 3}}
+    train(make_config(tmp_path, "tiny-qwen3", {"rank": 4, "merge": True}, model=model))
+    assert "--model.debug" not in capsys.readouterr().out, "full models need no options"
+    expected = load_decoder(tmp_path / "weights" / "step_2")
+    train(make_config(tmp_path / "adapter", "tiny-qwen3", {"rank": 4}, model=model))
+    directory = tmp_path / "adapter" / "weights" / "step_2"
+    options = " --model.debug.random-init true --model.debug.num-layers 1 --model.debug.seed 3"
+    assert f"inference --model.name {directory}{options}\n" in capsys.readouterr().out
+    loaded = load_decoder(directory, random_init=True, num_layers=1, seed=3)
+    ids = torch.arange(20)
+    with torch.no_grad():
+        torch.testing.assert_close(compute_hidden(loaded, ids), compute_hidden(expected, ids), atol=1e-5, rtol=1e-5)
+        random = load_decoder(resolve_model_dir("tiny-qwen3"), random_init=True, num_layers=1, seed=3)
+        assert not torch.equal(compute_hidden(random, ids), compute_hidden(expected, ids)), "it has learned something"
 
 
 def test_merged_versions_are_plain_models(base: Path, tmp_path: Path) -> None:
