@@ -49,6 +49,9 @@ class WeightSource(Protocol):
     def read_adapter(self, directory: Path, version: int | None = None) -> tuple[Any, AdapterSpec]:
         """Read an adapter directory; see `read_adapter`."""
 
+    def read_other_base(self, directory: Path) -> Any:
+        """Read the base model of an adapter if the served model is another adapter merged into it; else None."""
+
     def receive_step(self, broadcast: Broadcast, step: int) -> ReceivedWeights:
         """Receive weights from the trainer; see `receive_weights`."""
 
@@ -175,7 +178,8 @@ class ServerState:
     async def load_policy_adapter(self, directory: Path) -> Json:
         """Serve the base model with this adapter as the policy."""
         return await self._update(
-            lambda: self.weights.read_adapter(directory), lambda engine, found: self._swap_adapter(engine, *found)
+            lambda: (*self.weights.read_adapter(directory), self.weights.read_other_base(directory)),
+            lambda engine, found: self._swap_adapter(engine, *found),
         )
 
     async def load_broadcast(self, step: int) -> Json:
@@ -198,9 +202,13 @@ class ServerState:
             self._has_policy = False
         return version, compute_digests
 
-    def _swap_adapter(self, engine: GenerationEngine, weights: Any, spec: AdapterSpec) -> tuple[int, ComputeDigests]:
+    def _swap_adapter(
+        self, engine: GenerationEngine, weights: Any, spec: AdapterSpec, base: Any = None
+    ) -> tuple[int, ComputeDigests]:
         self._check_rank(spec)
         digests = engine.load_adapter(POLICY, weights, spec)
+        if base is not None:
+            engine.load_weights(base, spec.version)
         self._has_policy = True
         return spec.version, lambda: digests
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from prime_rl.inference.grammar import GrammarCompiler
 from prime_rl.inference.weight_dirs import allowed_dirs, resolve_allowed
 from prime_rl.runtime.core_lease import open_core_lease
 from prime_rl.runtime.run_dir import RunDir
+from prime_rl.trainer.lora import load_adapter
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.placement import find_device, find_dtype, limit_threads
-from prime_rl.trainer.models.registry import load_causal_lm, load_eos_ids, read_files
+from prime_rl.trainer.models.registry import find_base, load_causal_lm, load_eos_ids, read_files
 from prime_rl.transport.broadcast import Broadcast, ReceivedWeights, receive_weights
 from prime_rl.transport.deltas import is_delta, read_version
-from prime_rl.transport.weights import read_manifest, verify_tensors
+from prime_rl.transport.weights import is_adapter, read_manifest, verify_tensors
 from rollouts.training.steps import is_complete
 from rollouts.training.tensor_files import MappedTensors
 
@@ -72,6 +73,15 @@ class WeightReader:
     def read_adapter(self, directory: Path, version: int | None = None) -> tuple[dict[str, Tensor], AdapterSpec]:
         """Read tensors and spec of a LoRA adapter; see `read_adapter`."""
         return read_adapter(directory, version)
+
+    def read_other_base(self, directory: Path) -> dict[str, Tensor] | None:
+        """Read the base model of an adapter if the served model is another adapter merged into it; else None."""
+        if not is_adapter(self.model_dir):
+            return None
+        base = find_base(directory, load_adapter(directory))
+        if base.resolve() == self.model_dir.resolve():
+            return None
+        return replace(self, model_dir=base).read_base()[0]
 
     def receive_step(self, broadcast: Broadcast, step: int) -> ReceivedWeights:
         """Receive a version from the trainer, verified against its manifest."""

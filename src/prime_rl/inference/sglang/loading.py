@@ -48,6 +48,9 @@ class PublishedDirs:
         """A verified LoRA adapter directory; see `read_adapter`."""
         return directory, read_adapter(directory, version)[1]
 
+    def read_other_base(self, directory: Path) -> None:
+        """SGLang serves no adapter as its model."""
+
     def receive_step(self, broadcast: Broadcast, step: int) -> NoReturn:
         """Not supported: SGLang loads directories."""
         raise ValueError("SGLang loads weights from directories: use /update_weights with weight_dir")

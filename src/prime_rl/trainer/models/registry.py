@@ -97,7 +97,7 @@ def load_decoder(
         adapter = load_adapter(model_dir)
         options: dict[str, Any] = {"seed": seed, "dtype": dtype, "device": device}
         num_layers = config.num_hidden_layers
-        base = load_decoder(_find_base(model_dir, adapter), random_init=True, num_layers=num_layers, **options)
+        base = load_decoder(find_base(model_dir, adapter), random_init=True, num_layers=num_layers, **options)
         drawn = {name: tensor.detach() for name, tensor in tensor_names(base).items()}
         fill_weights(model, merge_adapter(drawn, adapter), source=str(model_dir))
     elif random_init:
@@ -156,15 +156,15 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
     model_dir = Path(model_dir)
     if is_adapter(model_dir):
         adapter = load_adapter(model_dir)
-        return merge_adapter(read_tensors(_find_base(model_dir, adapter)), adapter)
+        return merge_adapter(read_tensors(find_base(model_dir, adapter)), adapter)
     files = find_weight_files(model_dir)
     if files and files[0].suffix != ".safetensors":
         return {name: tensor for file in files for name, tensor in checkpoint.read_tensors(file).items()}
     return MappedTensors(read_files(model_dir))
 
 
-def _find_base(model_dir: Path, adapter: Adapter) -> Path:
-    """Directory of the base model; `ValueError` if the adapter names none."""
+def find_base(model_dir: Path, adapter: Adapter) -> Path:
+    """Directory of the base model of the adapter in `model_dir`; `ValueError` if it names none."""
     if not adapter.base_model:
         raise ValueError(f"{model_dir / ADAPTER_CONFIG_FILE} has no base model: set base_model_name_or_path")
     return resolve_model_dir(adapter.base_model)

@@ -89,6 +89,24 @@ def test_a_published_adapter_becomes_the_policy(server: RunningServer, backend: 
     assert scores(server) == base
 
 
+def test_an_adapter_replaces_the_one_of_the_model(backend: Backend, tmp_path: Path) -> None:
+    first = publish(backend, tmp_path / "weights", 1)
+    with torch.no_grad():
+        for name, parameter in backend.parameters.items():
+            if "lora_B" in name:
+                parameter.mul_(-1)
+    second = publish(backend, tmp_path / "weights", 2)
+    found = []
+    for model in ("tiny-qwen3", str(second)):
+        server = RunningServer(tmp_path, {"name": model})
+        merged = scores(server)
+        assert server.post("/update_weights", {"weight_dir": str(first)}).status_code == 200
+        found.append(scores(server))
+        assert server.post("/reload_weights", {}).status_code == 200 and scores(server) == merged != found[-1]
+        server.stop()
+    assert found[0] == found[1]
+
+
 def test_a_named_adapter_is_served_with_the_model(server: RunningServer, backend: Backend) -> None:
     assert server.config.output_dir is not None
     path = publish(backend, server.config.output_dir / "mine", 7)
