@@ -104,6 +104,7 @@ class InferenceClient:
         self.supports_group_requests = isinstance(self._pool, HttpPool)
         """Whether the server accepts batched chats that differ in their seed; detected at the first use."""
         self._group_route_seen = False
+        self._score_route_seen = False
         self._turn_ends: dict[bytes, list[int]] = {}
         self._line_breaks: dict[str, list[int]] = {}
         self._batcher = RequestBatcher(self._send_group)
@@ -220,16 +221,21 @@ class InferenceClient:
             return None
 
     async def request_scores(self, body: dict[str, Any]) -> bytes | None:
-        """The packed response of /score; None from a server without that route, or with another one of that name."""
+        """The packed response of /score; None from a server without that route, or with another one of that name.
+
+        A server that has answered has the route: later errors, such as those of a proxy while it restarts, are raised.
+        """
         import openai
 
         root = self if self.base_url == self.root_url else self._root
         try:
-            return await root.request("POST", "/score", body)
+            scores = await root.request("POST", "/score", body)
         except openai.APIStatusError as error:
-            if has_unknown_model(error) or not _lacks_scores(error):
+            if self._score_route_seen or has_unknown_model(error) or not _lacks_scores(error):
                 raise
             return None
+        self._score_route_seen = True
+        return scores
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | None:
         """Token ids of `messages` or of a `prompt`; None if the server cannot tokenize them.

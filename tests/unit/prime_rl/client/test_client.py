@@ -335,6 +335,8 @@ class RejectingClient(InferenceClient):
     reply: http.Reply
 
     async def request(self, *args: Any, **options: Any) -> bytes:
+        if self.reply.status == 200:
+            return self.reply.body
         raise _bad_status(self.reply, self.base_url)
 
 
@@ -362,6 +364,17 @@ def test_other_score_routes_count_as_missing(status: int, error: bytes, is_missi
     client.reply = http.Reply(status, error)
     with contextlib.nullcontext() if is_missing else pytest.raises(openai.APIStatusError):
         assert anyio.run(client.request_scores, {"tokens": [1, 2]}) is None
+
+
+@pytest.mark.parametrize("status", [400, 404])
+def test_a_score_route_that_answered_is_not_missing(status: int) -> None:
+    """A proxy may answer for a server that restarts; the run must not go on with another route."""
+    client = RejectingClient("http://127.0.0.1:1")
+    client.reply = http.Reply(200, b"scores")
+    assert anyio.run(client.request_scores, {"tokens": [1, 2]}) == b"scores"
+    client.reply = http.Reply(status, b"no backend")
+    with pytest.raises(openai.APIStatusError):
+        anyio.run(client.request_scores, {"tokens": [1, 2]})
 
 
 def test_tail_mass_of_prompt_logprobs_is_not_zero() -> None:
