@@ -122,6 +122,8 @@ class Loop:
         """Run a stage unless its results are recorded; whether it was run."""
         file = self.folder / f"{command}.toml"
         settings = {file.name: digest_settings(file)}
+        if self.settings.get(file.name) == digest(file.read_bytes()):  # as earlier versions recorded it
+            self.settings |= settings
         self.check(settings)
         if title in self.results:
             return False
@@ -154,9 +156,18 @@ class Loop:
 
 def digest_settings(file: Path) -> str:
     """Digest of the settings in a file, without the budget of searches, which a later round may need to be larger."""
-    settings = tomllib.loads(file.read_text())
+    data = file.read_bytes()
+    try:
+        settings = tomllib.loads(data.decode())
+    except ValueError:  # the command names the error
+        return digest(data)
     settings.pop("budget", None)
-    return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    return digest(json.dumps(settings, sort_keys=True, default=str).encode())
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 in hexadecimal."""
+    return sha256(data).hexdigest()
 
 
 def score_of(summaries: Mapping[str, Mapping[str, float]]) -> tuple[float, float, float]:

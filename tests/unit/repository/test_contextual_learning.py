@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,27 @@ def test_stages_of_other_settings_are_not_reused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"another rl\.toml(.|\n)*choose another --output-dir"):
         make(folder, out, "m", 1, 7, stages).run()
     assert len(stages.commands) == number
+
+
+def test_stages_of_earlier_versions_are_reused(tmp_path: Path) -> None:
+    """Their digests are those of the whole files."""
+    stages = FakeStages([0.0, 0.4, 0.8])
+    loop = run(tmp_path, stages, rounds=1)
+    results = json.loads((tmp_path / "loop.json").read_text())
+    for file in loop.folder.glob("*.toml"):
+        results["settings"][file.name] = sha256(file.read_bytes()).hexdigest()
+    write(tmp_path / "loop.json", results)
+    number = len(stages.commands)
+    run(tmp_path, stages, rounds=2)
+    assert [command for _, command, _ in stages.commands[number:]] == ["evolve", "rl", "eval"]
+
+
+def test_a_file_that_is_no_toml_reaches_its_command(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    digest_settings = importlib.import_module("contextual_learning").digest_settings
+    for content in (b"budget = ", b"\xff"):
+        (tmp_path / "evolve.toml").write_bytes(content)
+        assert digest_settings(tmp_path / "evolve.toml") == sha256(content).hexdigest()
 
 
 @pytest.mark.parametrize(
