@@ -69,7 +69,7 @@ def _build_model_proposer(config: ProposerConfig, model: str, client: Any, seed:
             seed if config.sampling.seed is None else config.sampling.seed, number, PROPOSAL_STREAM
         )
         args = build_chat_request(build_request(config.sampling, request_seed, client.base_url, model))
-        while examples:
+        while True:
             text = config.template.format(context=context, examples=format_examples(examples))
             messages = [{"role": "user", "content": text}]
             try:
@@ -77,14 +77,13 @@ def _build_model_proposer(config: ProposerConfig, model: str, client: Any, seed:
             except Exception as error:
                 if describe_failure(error)[0] != "OverlongPrompt":
                     raise
+                if len(examples) <= 1:
+                    logger.warning(f"Candidate {number} is empty, as a request with one rollout is too long: {error}")
+                    return ""
                 examples = choose_worst(examples, len(examples) // 2)
                 continue
             choice = answer.choices[0]
             return extract_context(choice.message.content or "", is_cut=choice.finish_reason == "length")
-        logger.warning(
-            f"Candidate {number} is empty: context and one rollout are longer than the context of proposer {model}"
-        )
-        return ""
 
     return propose
 

@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import pytest
 from fake_api import FakeApi, serve_api
+from loguru import logger
 
 from prime_rl.config import RLConfig
 from prime_rl.evolve.config import EvolveConfig
@@ -296,9 +297,13 @@ def test_overlong_requests_show_fewer_examples(limit: int, shown: str, context: 
     client.chat = SimpleNamespace(completions=SimpleNamespace(create=create))
     rewards = {"a": 1.0, "b": 0.0, "c": 1.0, "d": 0.5}
     examples = [describe_result(f"prompt-{key}", Result(reward=reward)) for key, reward in rewards.items()]
-    propose = build_proposer(build_config(tmp_path, proposer={}), client)
+    propose, warnings = build_proposer(build_config(tmp_path, proposer={}), client), list[str]()
+    sink = logger.add(warnings.append, level="WARNING", format="{message}")
     assert anyio.run(propose, 1, "rules", examples) == context
+    logger.remove(sink)
     assert "".join(requests) == shown
+    words = "maximum context length is 8"  # of the server, as max_tokens may be the cause
+    assert [words in line for line in warnings] == [True] * (not context)
 
 
 @pytest.mark.parametrize(
