@@ -110,6 +110,7 @@ async def run_search(run: GenerationRun, config: EvolveConfig, context: str, bas
             **run.resume_settings(env, endpoint, config.model.name, "train"),
             "context": [context, config.context_position, config.separator],
             "search": [config.examples, config.minibatch_size, config.stop_reward, len(rows)],
+            "timeouts": [env.timeout, config.client.timeout],  # rollouts that took longer count as 0
             "proposer": describe_proposer(config.proposer),
         }
         search_id = compute_digest({**settings, "rows": run.digest_rows(env.name or env.id, rows)})

@@ -39,6 +39,7 @@ from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import Environment, load_environment
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.metrics import load_jsonl
+from rollouts.training.types import Status
 
 FACTS = "a3 b7 c1 d0 e5 f2 n4"
 """The last key is the only one of the eval split."""
@@ -147,6 +148,31 @@ def test_other_rows_are_another_search(api: FakeApi, tmp_path: Path) -> None:
         texts.append(run(config, api, environment).best.text)
     assert texts == ["a3 b4", "a5 b6"]
     assert (tmp_path / "attempts" / "1" / "evolve" / "best.md").read_text() == "a3 b4"
+
+
+class SlowEnvironment(PlainEnvironment):
+    """Rollouts of `a` take two seconds."""
+
+    def __init__(self, timeout_s: float) -> None:
+        rows = [{"prompt": key, "answer": value} for key, value in ("a7", "b0")]
+        super().__init__(rows, lambda completion, answer: float(completion == answer))
+        self.timeout_s = timeout_s
+
+    async def run_group(self, row: Any, *args: Any, **options: Any) -> list[Rollout]:
+        group = await super().run_group(row, *args, **options)
+        if row["answer"] == "7" and self.timeout_s < 2:
+            group = [Rollout(prompt="a", status=Status.FAILED, error_type="RolloutTimeout", error="1 s") for _ in group]
+        return group
+
+
+def test_a_longer_timeout_is_another_search(api: FakeApi, tmp_path: Path) -> None:
+    """Rollouts that timed out would count as 0 for ever."""
+    found = []
+    for timeout in (1, 60):
+        env = {"id": "facts", "timeout": timeout}
+        config = build_config(tmp_path, context="a7 b0", budget=2, env=[env])
+        found.append(run(config, api, SlowEnvironment(timeout)).candidates[0].mean)
+    assert found == [0.5, 1.0]
 
 
 def test_rewards_that_raise_count_as_zero(api: FakeApi, tmp_path: Path) -> None:
