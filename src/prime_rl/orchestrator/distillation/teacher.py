@@ -6,6 +6,7 @@ rollout --> the rendered chat request --> the same with the context --> token id
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -178,10 +179,11 @@ class Teacher:
         if chat_request is None:
             message = "the prompt messages of this rollout are unknown: the environment does not expose them"
             raise UnscorableSample(SkipReason.PROMPT, message)
+        given = sample.tokens[:start]
         try:
-            await self._check_prompt(sample.tokens[:start], chat_request, client)
+            await self._check_prompt(given, chat_request, client)
             default_system = await self.find_default_system(env, chat_request, client)
-            prompt = await self.render(self.contexts.insert(env, chat_request, context, default_system), client)
+            prompt = await self.render(self.contexts.insert(env, chat_request, context, default_system), client, given)
         except ValueError as error:
             raise UnscorableSample(SkipReason.PROMPT, str(error)) from error
         return [*prompt, *sample.tokens[start:]], len(prompt)
@@ -216,9 +218,12 @@ class Teacher:
             self._default_systems[key] = default
         return self._default_systems[key]
 
-    async def render(self, chat_request: Mapping[str, Any], client: Any) -> list[int]:
-        """Token ids of a prompt, rendered by the student's server with the same template, tools and arguments."""
-        key = msgspec.json.encode(chat_request)
+    async def render(self, chat_request: Mapping[str, Any], client: Any, given: Sequence[int] = ()) -> list[int]:
+        """Token ids of a prompt, rendered by the student's server with the same template, tools and arguments.
+
+        `given`: the student's prompt; with another one, such as that of another date, it is rendered again.
+        """
+        key = msgspec.json.encode(chat_request) + array("i", given).tobytes()
         if (cached := self._prompts.get(key)) is not None:
             self._prompts.move_to_end(key)
             return cached

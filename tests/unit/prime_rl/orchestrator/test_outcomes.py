@@ -208,10 +208,10 @@ def test_prompts_with_the_date_are_rendered_again() -> None:
         sample.metadata = {"chat_request": {"messages": ROW["prompt"]}}
         return len(await judge.score_group([sample], "world", ROW, client))
 
-    for client.date in "12":
+    for client.date in "123":
         assert anyio.run(count_scored, client.date) == 1
-    assert PROMPTS == ["1C 1+1?", "2C 1+1?"]
-    assert anyio.run(count_scored, "3") == 0 and "other tokens than the student's" in str(judge.last_error)
+    assert PROMPTS == ["1C 1+1?", "2C 1+1?", "3C 1+1?"], "the teacher's date is the student's"
+    assert anyio.run(count_scored, "4") == 0 and "other tokens than the student's" in str(judge.last_error)
 
 
 def test_feedback_missing_everywhere_ends_the_run() -> None:
