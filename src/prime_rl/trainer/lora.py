@@ -115,9 +115,9 @@ class LoraLinear(nn.Linear):
 def merge(
     weight: Float[Tensor, "out in"], a: Float[Tensor, "rank in"], b: Float[Tensor, "out rank"], scale: float
 ) -> Float[Tensor, "out in"]:
-    """Merged weight: W + scale * B A, computed in at least float32."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + b.to(wide) @ a.to(wide) * scale).to(weight.dtype)
+    """Merged weight: W + scale * B A, computed in at least float32, on the device of `weight`."""
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return (wide + b.to(wide) @ a.to(wide) * scale).to(weight.dtype)
 
 
 def _matrix(weight: Tensor) -> nn.Linear:

@@ -22,6 +22,7 @@ from prime_rl.trainer.lora import (
     add_lora,
     load_adapter,
     match_modules,
+    merge,
     merge_adapter,
     merged_tensors,
     peft_config,
@@ -136,6 +137,11 @@ def test_merged_weights_compute_the_same() -> None:
     merged.load_state_dict(merged_tensors(model))
     ids = torch.randint(0, 96, (20,))
     torch.testing.assert_close(compute_logits(merged, [ids]), compute_logits(model, [ids]), atol=1e-10, rtol=1e-10)
+
+
+def test_adapters_are_merged_on_the_device_of_the_weights() -> None:
+    merged = merge(torch.empty(3, 4, device="meta", dtype=torch.bfloat16), torch.ones(2, 4), torch.ones(3, 2), 0.5)
+    assert (merged.device.type, merged.dtype, merged.shape) == ("meta", torch.bfloat16, (3, 4))
 
 
 @torch.no_grad()
