@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 POLICY = "policy"
 """Name of the adapter loaded by /update_weights; it then serves requests for the base model name."""
+NEXT_POLICY = "next policy"
+"""Name of an adapter until its base model is loaded too."""
 
 
 def read_adapter(directory: Path, version: int | None = None) -> tuple[dict[str, Tensor], AdapterSpec]:

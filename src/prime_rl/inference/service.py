@@ -17,7 +17,7 @@ from loguru import logger
 
 from prime_rl.configuration.sections import BASE_MODEL
 from prime_rl.inference.access import build_hosts
-from prime_rl.inference.adapters import POLICY, build_spec
+from prime_rl.inference.adapters import NEXT_POLICY, POLICY, build_spec
 from prime_rl.inference.async_engine import AsyncEngine
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.detokenizer import Decode, TokenNames, build_decode
@@ -49,8 +49,15 @@ class WeightSource(Protocol):
     def read_adapter(self, directory: Path, version: int | None = None) -> tuple[Any, AdapterSpec]:
         """Read an adapter directory; see `read_adapter`."""
 
-    def read_other_base(self, directory: Path) -> Any:
-        """Read the base model of an adapter if the served model is another adapter merged into it; else None."""
+    def find_other_base(self, directory: Path, held: Path | None) -> Path | None:
+        """The base model of an adapter if it is not the model in the engine; else None.
+
+        They differ only if the served model is itself an adapter, merged into its base model. `held`: the base model
+        that replaced it.
+        """
+
+    def read_model(self, directory: Path) -> Any:
+        """Read the weights of a model directory."""
 
     def receive_step(self, broadcast: Broadcast, step: int) -> ReceivedWeights:
         """Receive weights from the trainer; see `receive_weights`."""
@@ -77,6 +84,8 @@ class ServerState:
     """Address of the sending trainer, set by /init_broadcaster."""
     workers: Workers = field(default_factory=Workers)
     _has_policy: bool = False
+    _base: Path | None = None
+    """The base model that replaced the served model, for an adapter of it; see `WeightSource.find_other_base`."""
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
     _seeds: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -99,7 +108,8 @@ class ServerState:
 
     def named_adapters(self) -> dict[str, AdapterSpec]:
         """Adapters that requests can select as their model."""
-        return {name: spec for name, spec in self.engine.engine.adapters().items() if name != POLICY}
+        reserved = (POLICY, NEXT_POLICY)
+        return {name: spec for name, spec in self.engine.engine.adapters().items() if name not in reserved}
 
     def describe_wait(self) -> WaitStatus:
         """Summarize the current activity for hang diagnostics."""
@@ -177,10 +187,13 @@ class ServerState:
 
     async def load_policy_adapter(self, directory: Path) -> Json:
         """Serve the base model with this adapter as the policy."""
-        return await self._update(
-            lambda: (*self.weights.read_adapter(directory), self.weights.read_other_base(directory)),
-            lambda engine, found: self._swap_adapter(engine, *found),
-        )
+
+        def read() -> tuple[Any, AdapterSpec, Path | None, Any]:
+            weights, spec = self.weights.read_adapter(directory)
+            base = self.weights.find_other_base(directory, self._base)
+            return weights, spec, base, None if base is None else self.weights.read_model(base)
+
+        return await self._update(read, lambda engine, found: self._swap_adapter(engine, *found))
 
     async def load_broadcast(self, step: int) -> Json:
         """Receive version `step` (a model or an adapter) from the trainer and swap it in."""
@@ -197,28 +210,49 @@ class ServerState:
 
     def _swap_model(self, engine: GenerationEngine, weights: Any, version: int) -> tuple[int, ComputeDigests]:
         compute_digests = engine.load_weights(weights, version)
+        self._base = None
         if self._has_policy:
             engine.remove_adapter(POLICY)
             self._has_policy = False
         return version, compute_digests
 
     def _swap_adapter(
-        self, engine: GenerationEngine, weights: Any, spec: AdapterSpec, base: Any = None
+        self,
+        engine: GenerationEngine,
+        weights: Any,
+        spec: AdapterSpec,
+        base: Path | None = None,
+        base_weights: Any = None,
     ) -> tuple[int, ComputeDigests]:
         self._check_rank(spec)
+        if base is not None:  # nothing changes unless both fit
+            engine.load_adapter(NEXT_POLICY, weights, spec)
+            try:
+                engine.load_weights(base_weights, spec.version)
+            finally:
+                engine.remove_adapter(NEXT_POLICY)
+            self._base = base
         digests = engine.load_adapter(POLICY, weights, spec)
-        if base is not None:
-            engine.load_weights(base, spec.version)
         self._has_policy = True
         return spec.version, lambda: digests
 
     async def load_adapter(self, name: str, directory: Path) -> Json:
         """Serve an adapter alongside the model; replaces one of the same name."""
-        if name in (POLICY, BASE_MODEL):
+        if name in (POLICY, NEXT_POLICY, BASE_MODEL):
             raise ApiError(f"lora_name {name!r} is reserved: choose another", param="lora_name")
+
+        def read() -> tuple[Any, AdapterSpec]:
+            weights, spec = self.weights.read_adapter(directory, self.version)
+            if (base := self.weights.find_other_base(directory, self._base)) is not None:
+                raise ValueError(
+                    f"{directory} is an adapter of {base}, but the model of this server is another adapter, merged "
+                    f"into its base model: start the server with --model.name {base}"
+                )
+            return weights, spec
+
         async with self._updating:
             try:
-                weights, spec = await asyncio.to_thread(self.weights.read_adapter, directory, self.version)
+                weights, spec = await asyncio.to_thread(read)
                 self._check_rank(spec)
                 digests = await self.engine.call(lambda engine: engine.load_adapter(name, weights, spec))
             except (ValueError, OSError) as error:

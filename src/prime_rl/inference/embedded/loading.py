@@ -74,14 +74,16 @@ class WeightReader:
         """Read tensors and spec of a LoRA adapter; see `read_adapter`."""
         return read_adapter(directory, version)
 
-    def read_other_base(self, directory: Path) -> dict[str, Tensor] | None:
-        """Read the base model of an adapter if the served model is another adapter merged into it; else None."""
+    def find_other_base(self, directory: Path, held: Path | None) -> Path | None:
+        """The base model of an adapter if it is not the model in the engine; see `WeightSource`."""
         if not is_adapter(self.model_dir):
             return None
         base = find_base(directory, load_adapter(directory))
-        if base.resolve() == self.model_dir.resolve():
-            return None
-        return replace(self, model_dir=base).read_base()[0]
+        return None if base.resolve() == (held or self.model_dir).resolve() else base
+
+    def read_model(self, directory: Path) -> dict[str, Tensor]:
+        """Read the weights of a model directory."""
+        return replace(self, model_dir=directory).read_base()[0]
 
     def receive_step(self, broadcast: Broadcast, step: int) -> ReceivedWeights:
         """Receive a version from the trainer, verified against its manifest."""

@@ -48,8 +48,12 @@ class PublishedDirs:
         """A verified LoRA adapter directory; see `read_adapter`."""
         return directory, read_adapter(directory, version)[1]
 
-    def read_other_base(self, directory: Path) -> None:
+    def find_other_base(self, directory: Path, held: Path | None) -> None:
         """SGLang serves no adapter as its model."""
+
+    def read_model(self, directory: Path) -> Path:
+        """The directory, which the server loads."""
+        return directory
 
     def receive_step(self, broadcast: Broadcast, step: int) -> NoReturn:
         """Not supported: SGLang loads directories."""

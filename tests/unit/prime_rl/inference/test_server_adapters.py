@@ -15,9 +15,11 @@ from running_server import RunningServer
 
 from prime_rl.client.scoring import PackedScores
 from prime_rl.inference.adapters import read_adapter
+from prime_rl.inference.embedded import loading
 from prime_rl.orchestrator.canary_check import CanaryCheck
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.models.registry import load_causal_lm
 from prime_rl.transport.weights import publish_weights
 from rollouts.training.weight_sync import PrimeEngine, sync_weights_to_engines
 
@@ -105,6 +107,44 @@ def test_an_adapter_replaces_the_one_of_the_model(backend: Backend, tmp_path: Pa
         assert server.post("/reload_weights", {}).status_code == 200 and scores(server) == merged != found[-1]
         server.stop()
     assert found[0] == found[1]
+
+
+def test_adapters_get_the_base_that_they_name(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = publish(backend, tmp_path / "weights", 1)
+    more = publish(backend, tmp_path / "more", 2)
+    config = more / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(first)}))
+    server = RunningServer(tmp_path, {"name": str(first)})
+    reads = list[Path]()
+    monkeypatch.setattr(
+        loading, "load_causal_lm", lambda path, **given: reads.append(path) or load_causal_lm(path, **given)
+    )
+    found = []
+    for path in (more, first, first, more):
+        assert server.post("/update_weights", {"weight_dir": str(path)}).status_code == 200
+        found.append(scores(server))
+    assert found[0] == found[3] != found[1] == found[2]
+    assert len(reads) == 2, "only if it is another"
+    reply = server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": str(tmp_path / "weights" / "step_1")})
+    assert reply.status_code == 400 and "start the server with --model.name" in reply.json()["error"]["message"]
+    assert server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": str(more)}).status_code == 200
+    server.stop()
+
+
+def test_a_base_that_does_not_fit_changes_nothing(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = publish(backend, tmp_path / "weights", 1)
+    server = RunningServer(tmp_path, {"name": str(first)})
+    before = scores(server)
+    monkeypatch.setattr(loading.WeightReader, "read_model", lambda reader, directory: {})
+    reply = server.post("/update_weights", {"weight_dir": str(first)})
+    assert reply.status_code == 400 and "is missing" in reply.json()["error"]["message"]
+    assert scores(server) == before and len(server.http.get("/v1/models").json()["data"]) == 1
+    assert not server.service.engine.engine.adapters()
+    server.stop()
 
 
 def test_a_named_adapter_is_served_with_the_model(server: RunningServer, backend: Backend) -> None:
