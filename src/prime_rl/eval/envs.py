@@ -72,7 +72,7 @@ def warn_unscored(name: str, groups: Sequence[Sequence[Result]]) -> None:
     results = [result for group in groups for result in group]
     if unscored := [result for result in results if result.unscored]:
         logger.warning(
-            f"{name}: reward functions failed in {len(unscored)} of {len(results)} rollouts, which count as reward 0; "
+            f"{name}: reward functions failed in {len(unscored)} of {len(results)} rollouts, where they count as 0; "
             f"first error: {unscored[0].error}"
         )
 

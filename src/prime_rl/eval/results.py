@@ -126,7 +126,7 @@ def format_row(summary: Mapping[str, float]) -> dict[str, str]:
     row["truncated"] = f"{summary['is_truncated/mean']:.1%}"
     row["errors"] = f"{summary['error/mean']:.1%}"
     if "error/RewardError" in summary:
-        row["not scored"] = f"{summary['error/RewardError']:.0f}"
+        row["reward errors"] = f"{summary['error/RewardError']:.0f}"
     row["time"] = f"{summary['time']:.1f} s"
     return row
 

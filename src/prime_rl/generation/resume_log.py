@@ -45,7 +45,7 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def unscored(self) -> bool:
-        """Whether a reward function raised, so that its reward counts as 0."""
+        """Whether a reward function raised, which then counts as 0 in the reward."""
         return not self.failed and (self.error or "").startswith("RewardError:")
 
     @property

@@ -121,8 +121,8 @@ def test_unscored_rollouts_are_counted_and_warned_of(tmp_path: Path) -> None:
     summary = run_echo(parse("--output_dir", str(tmp_path)), Unscored())
     logger.remove(handler)
     assert (summary["error/RewardError"], summary["error/mean"], summary["avg@1"]) == (3, 0.0, 0.0)
-    assert format_row(summary)["not scored"] == "3"
-    warning = "WARNING reverse-text: reward functions failed in 3 of 4 rollouts, which count as reward 0; "
+    assert format_row(summary)["reward errors"] == "3"
+    warning = "WARNING reverse-text: reward functions failed in 3 of 4 rollouts, where they count as 0; "
     assert warning + "first error: RewardError: bug: KeyError: 'x'\n" in lines
 
 

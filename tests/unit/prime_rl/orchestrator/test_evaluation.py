@@ -109,7 +109,7 @@ def test_unscored_rollouts_of_an_evaluation_warn(tmp_path: Path) -> None:
     sink = logger.add(lines.append, level="WARNING", format="{message}")
     anyio.run(evaluate, Evaluations([schedule], servers, monitor, model="m", max_steps=None))
     logger.remove(sink)
-    assert lines and lines[-1].startswith("world: reward functions failed in 1 of 1 rollouts, which count as reward 0;")
+    assert lines and lines[-1].startswith("world: reward functions failed in 1 of 1 rollouts, where they count as 0;")
 
 
 @pytest.mark.parametrize(
