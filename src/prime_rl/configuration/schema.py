@@ -185,10 +185,13 @@ def suggest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 def suggest_key(key: str, schema: FieldSchema) -> str | None:
     """The closest dotted key: a similar spelling in the same section, or the same last part in another section.
 
-    Of several sections, those below the same top section come first, then the main keys.
+    Dashes may stand for dots. Of several sections, those below the same top section come first, then the main keys.
     """
     keys = all_keys(schema)
-    *section, last = key.replace("-", "_").split(".")
+    normalized = key.replace("-", "_")
+    if dashed := [known for known in keys if known.replace(".", "_") == normalized.replace(".", "_")]:
+        return dashed[0]
+    *section, last = normalized.split(".")
     siblings = [known for known in keys if known.split(".")[:-1] == section]
     near = suggest(last, [known.split(".")[-1] for known in siblings])
     if near:

@@ -69,6 +69,8 @@ def test_suggestions_stay_close() -> None:
     assert suggest_key("orchestrator.workers_per_env", root) is None, "as long a prefix is no likeness"
     assert suggest_key("trainer.model.tp", root) == "trainer.parallel.tp"
     assert suggest_key("trainer.optm.lrr", root) == "trainer.optim.lr"
+    assert suggest_key("trainer-model-dtype", root) == "trainer.model.dtype"
+    assert suggest_key("trainer.model-lora-rank", root) == "trainer.model.lora.rank"
 
 
 def test_the_page_lists_every_name_of_prime_rl() -> None:
