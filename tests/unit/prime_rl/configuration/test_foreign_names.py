@@ -17,7 +17,7 @@ from prime_rl.configuration.foreign_names import (
     advise,
     translate_name,
 )
-from prime_rl.configuration.schema import section_schema, suggest_key
+from prime_rl.configuration.schema import FieldSchema, all_keys, child, section_schema, suggest_key
 from prime_rl.eval.config import EvalConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import SFTConfig
@@ -54,6 +54,29 @@ def test_errors_advise_on_keys_of_prime_rl(option: str, hint: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_argv(RLConfig, f"--{option}".split(), "rl")
     assert hint in str(raised.value)
+
+
+def test_names_of_prime_rl_are_unknown_and_their_keys_known() -> None:
+    roots = [section_schema(config) for config in (RLConfig, SFTConfig, EvalConfig)]
+    known = {key for root in roots for key in all_keys(root)}
+    assert not (PRIME_RL.keys() | PRIME_RL_WITHOUT_KEY) & known, "a key that exists is not refused"
+    assert set(PRIME_RL.values()) <= known
+    advice = " ".join(PRIME_RL_WITHOUT_KEY.values())
+    assert set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+", advice)) <= known
+
+
+def test_values_of_prime_rl_have_one_of_the_same_key() -> None:
+    root = section_schema(RLConfig)
+    choices = [find_choices(root, key) for key in all_keys(root)]
+    for value, own in PRIME_RL_VALUES.items():
+        assert any(own in found and value not in found for found in choices), value
+
+
+def find_choices(root: FieldSchema, key: str) -> tuple[object, ...]:
+    schema: FieldSchema | None = root
+    for part in key.split("."):
+        schema = child(schema, part) if schema else None
+    return schema.choices if schema else ()
 
 
 def test_advice_applies_to_the_command_of_a_section() -> None:
