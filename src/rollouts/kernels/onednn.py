@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rollouts.training.numerics import ONEDNN_MIN_ROWS, pad_rows, round_up
+from rollouts.training.numerics import ONEDNN_MIN_ROWS, measuring, pad_rows, round_up
 
 EXACT_SIZES = 16
 """Up to here rows are not rounded."""
@@ -47,6 +47,7 @@ def pack_weight(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
 
 
 @cache
+@measuring()
 def plain_weights_are_exact() -> bool:
     """Whether oneDNN computes the same bits with a plain weight as with a packed one; in torch 2.11 it does not."""
     draw = torch.Generator().manual_seed(0)

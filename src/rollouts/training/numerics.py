@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Shaped
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 MIN_TOKENS = 4
 """Minimum tokens of a pack, rows of a chunk of the output head, and rows of loss tokens."""
@@ -55,6 +56,17 @@ def using_threads(num: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Compute outside of the dispatch modes of the caller.
+
+    Selective activation checkpointing is such a mode. It would store the products of a cached measurement, and take
+    them for those of the layer when it computes the layer again without the measurement.
+    """
+    with _disable_current_modes():
+        yield
+
+
 def min_rows() -> int:
     """Minimum number of rows from which on fp32 `F.linear` is batch-invariant.
 
@@ -69,6 +81,7 @@ def min_query_rows(dim: int) -> int:
 
 
 @functools.cache
+@measuring()
 def _find_rows(product: Callable[[Tensor, Tensor], Tensor], inputs: int, threads: int) -> int:
     """Minimum number of rows from which on all tested row counts agree bit for bit; `threads` is the cache key."""
     draw = torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ from prime_rl.trainer.models.decoder_config import AttentionMode
 from prime_rl.trainer.models.flash_attention import FlashPack, find_grouped_options
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels import native
-from rollouts.training.numerics import KEY_BLOCK, padded
+from rollouts.training.numerics import KEY_BLOCK, measuring, padded
 from rollouts.training.prefix_tree import PrefixTree
 
 QUERY_BLOCK = 256
@@ -358,6 +358,7 @@ def runs_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 @functools.cache
+@measuring()
 def has_kernel_bits(dim: int) -> bool:
     """Whether torch's products, which some decode steps use, have the bits of the kernel for heads of this size.
 

@@ -89,7 +89,7 @@ def build_engine() -> tuple[AsyncEngine, list[GenerationRequest]]:
         submit = staticmethod(held.append)
         cancel = staticmethod(held.remove)
 
-    engine.error, engine.max_requests = None, None
+    engine.error, engine.max_requests, engine.stopping = None, None, False
     engine._listeners, engine._thread = {}, Thread()  # type: ignore[assignment]
     return engine, held
 
