@@ -82,9 +82,11 @@ def delete_earlier_start(files: Path, config: KubernetesDeployment, elsewhere: s
     logs go with them, so kubectl must accept the new objects first: on the client, as the server would compare them
     with the ended Jobs.
     """
-    label = f"app.kubernetes.io/instance={config.name}"
+    labels = (
+        f"app.kubernetes.io/name=prime-rl,app.kubernetes.io/instance={config.name}"  # others use the instance alone
+    )
     listed = run_tool(
-        ["kubectl", "get", "jobs,statefulsets", "-n", config.namespace, "-o", "json", "-l", label], elsewhere
+        ["kubectl", "get", "jobs,statefulsets", "-n", config.namespace, "-o", "json", "-l", labels], elsewhere
     )
     found = json.loads(listed)["items"]
     if active := [item["metadata"]["name"] for item in found if item["kind"] == "Job" and not _has_ended(item)]:

@@ -358,6 +358,8 @@ def test_manifests_refer_to_each_other() -> None:
     kustomization = yaml.safe_load(files[kubernetes.KUSTOMIZATION])
     kinds = {item["metadata"]["name"]: item for item in objects}
     assert [item["kind"] for item in objects] == ["Service", "Job", "Job", "StatefulSet", "StatefulSet"]
+    labels = {"app.kubernetes.io/name": "prime-rl", "app.kubernetes.io/instance": "prime-rl"}
+    assert all(item["metadata"]["labels"] == labels for item in objects)  # a new start selects by them
     assert kinds["prime-rl-inference"]["spec"]["replicas"] == 8
     assert kinds["prime-rl-trainer"]["spec"]["completions"] == 2
     pods = {
@@ -474,8 +476,8 @@ def test_jobs_and_servers_of_an_earlier_start_are_replaced(
 
     monkeypatch.setattr(kubernetes, "run_tool", kubectl)
     config = parse("kubernetes", *WIDE).deployment
-    label = "app.kubernetes.io/instance=prime-rl"
-    look = ["get", "jobs,statefulsets", "-n", "default", "-o", "json", "-l", label]
+    labels = "app.kubernetes.io/name=prime-rl,app.kubernetes.io/instance=prime-rl"  # not those of another application
+    look = ["get", "jobs,statefulsets", "-n", "default", "-o", "json", "-l", labels]
     if deleted is None:
         with pytest.raises(ValueError, match=r"deployment\.name = 'prime-rl' is in use, .*: prime-rl-job1\n"):
             kubernetes.submit(Path("run"), config)
