@@ -161,6 +161,21 @@ def test_draws_do_not_depend_on_the_order_of_calls(backend: str) -> None:
     assert anyio.run(draw, [1, 2, 3], backend=backend) == anyio.run(draw, [3, 1, 2], backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_canceled_call_is_in_no_later_batch(backend: str) -> None:
+    pytest.importorskip(backend)
+    engine = build_engine(max_tokens=4, max_batch_size=1)
+    [expected] = anyio.run(build_engine(max_tokens=4, max_batch_size=1), ["Write a."], backend=backend)
+
+    async def draw() -> list[Sample]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine, ["Write b."])
+            tasks.cancel_scope.cancel()
+        return await engine(["Write a."])
+
+    assert [sample.tokens for sample in anyio.run(draw, backend=backend)] == [expected.tokens]
+
+
 def test_a_resumed_run_draws_the_same_tokens(tmp_path: Path) -> None:
     def train(name: str, num_steps: int, start: Path | None = None) -> list[dict[str, float]]:
         torch.manual_seed(0)

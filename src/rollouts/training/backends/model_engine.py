@@ -102,7 +102,12 @@ class ModelEngine:
         """One sample per prompt; `seed` is the place of the call among concurrent ones."""
         requests = [_PendingPrompt(prompt, self._encode(prompt), seed) for prompt in prompts]
         self._waiting += requests
-        await anyio.sleep(0)  # concurrent calls are added
+        try:
+            await anyio.sleep(0)  # concurrent calls are added
+        except BaseException:  # canceled, as at the end of a stream of groups: no prompts for the next batch
+            own = set(map(id, requests))
+            self._waiting = [request for request in self._waiting if id(request) not in own]
+            raise
         while any(request.result is None for request in requests):
             # By seed: an event loop may start concurrent calls in any order.
             waiting = sorted(self._waiting, key=lambda request: request.seed)
