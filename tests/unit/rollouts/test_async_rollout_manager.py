@@ -322,6 +322,25 @@ def test_a_resume_with_part_of_a_batch_more_keeps_finished_groups() -> None:
     run(main)
 
 
+def test_a_loaded_state_has_no_error_of_an_earlier_run() -> None:
+    async def main() -> None:
+        good = make_generate(0, 1)
+
+        async def fail(group_index: int, prompt: str) -> list[Sample]:
+            raise OSError("lost server")
+
+        manager = AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(1), generate_group=fail, slots=1)
+        state = manager.state_dict()
+        async with manager:
+            await manager.wait_until_idle()
+        manager._generate_group = good
+        manager.load_state_dict(state)
+        async with manager:
+            assert len((await manager.generate_batch()).samples) == 1
+
+    run(main)
+
+
 def test_ranks_that_share_groups_resume_from_the_state_of_one() -> None:
     """Rank r generates the groups r, r + 2, ...; others are placeholders without tokens."""
 

@@ -274,6 +274,8 @@ class AsyncRolloutManager:
         self.groups.load_state_dict(state)
         self.tokens.load_state_dict(state.get("tokens"), self.ready_samples)
         self._unreleased.clear()
+        self._num_restarts.clear()
+        self._error, self._abort_requested = None, False
         self._on_outcomes([Outcome.from_list(values) for values in state["unreleased"]])
         if self.slots is not None and self.in_order:
             max_staleness = (self.slots - 1) // self.config.batch_size
