@@ -30,7 +30,7 @@ from prime_rl.runtime.process_tree import set_parent_death_signal
 from prime_rl.utils.client import InferenceClient, ServerSpec, build_client, prepare_client
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments.protocol import Environment, locate_error
-from rollouts.training.row_digests import describe
+from rollouts.training.row_digests import sort_set
 from rollouts.training.types import as_plain
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def encode(message: Any, enc_hook: Callable[[Any], Any] = as_plain) -> bytes:
 
 
 def encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Encode rows as `RowsReply`: arrays and their scalars as lists and numbers, sets as sorted lists.
+    """Encode rows as `RowsReply`: arrays and their scalars as lists and numbers, sets as lists.
 
     `ValueError` names the row and the key of a value that cannot be encoded.
     """
@@ -130,7 +130,7 @@ def encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
 def _sort_sets(value: Any) -> Any:
     """`value` with its sets as lists; the order of a set differs between processes."""
     if isinstance(value, set | frozenset):
-        return sorted(map(_sort_sets, value), key=describe)
+        return [_sort_sets(item) for item in sort_set(value)]
     if isinstance(value, dict):
         return {key: _sort_sets(item) for key, item in value.items()}
     return [_sort_sets(item) for item in value] if isinstance(value, list | tuple) else value

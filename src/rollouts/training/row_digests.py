@@ -37,5 +37,17 @@ def describe(value: Any) -> str:
     return repr(value) if isinstance(value, str) else ADDRESS.sub("", repr(value))
 
 
+def sort_set(items: set[Any] | frozenset[Any]) -> list[Any]:
+    """The items in an order that is the same in every process: that of Python for numbers, else by their text."""
+    return list(set(sorted(items))) if _has_numbers(items) else sorted(items, key=describe)
+
+
 def _as_text(value: Any) -> str:
-    return describe(value) if isinstance(value, set | frozenset) else ADDRESS.sub("", str(value))
+    if isinstance(value, set | frozenset) and not _has_numbers(value):
+        return describe(value)
+    # Sets of numbers as in earlier versions: their order does not depend on the process.
+    return str(type(value)(sorted(value))) if type(value) in (set, frozenset) else ADDRESS.sub("", str(value))
+
+
+def _has_numbers(items: set[Any] | frozenset[Any]) -> bool:
+    return all(isinstance(item, int | float) for item in items)

@@ -86,6 +86,8 @@ def test_the_fingerprint_is_that_of_other_processes(key: Any) -> None:
 def test_the_fingerprint_is_that_of_earlier_versions() -> None:
     rows = ["é", {"prompt": "a", "info": {"b": [1, None], "a": float("nan")}, "file": Path("x"), "answer": {"pear"}}]
     assert DataBuffer(rows).fingerprint == "c26ca9549f5ebdb27f55b6a6ac0984ac"
+    rows = [{"prompt": "a", "answer": {9, 10}, "levels": frozenset({3, 1}), "seen": set()}]
+    assert DataBuffer(rows).fingerprint == "915c2d39fe990b784b18247f82aaba54"
 
 
 @pytest.mark.parametrize("n", [0, -1])

@@ -136,6 +136,8 @@ def test_rows_have_sets_in_the_same_order() -> None:
         reply = msgspec.msgpack.decode(encode_rows([row]), type=RowsReply)
         assert reply.rows == [{"prompt": "p", "info": [{"b": [0, 8], "a": ["x"]}]}]
         assert list(reply.rows[0]["info"][0]) == ["b", "a"], "the order of keys stays"
+    reply = msgspec.msgpack.decode(encode_rows([{"answer": {9, 10}}]), type=RowsReply)
+    assert reply.rows == [{"answer": list({9, 10})}], "numbers as in earlier versions"
 
 
 @pytest.mark.parametrize("value", [2**70, object()])
