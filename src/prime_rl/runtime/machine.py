@@ -37,8 +37,8 @@ def find_listen_address(host: str) -> tuple[socket.AddressFamily, str]:
     "", all addresses, for a name of this machine that resolves to 127.0.1.1, as on Debian.
     """
     family, *_, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    is_name = host not in ("localhost", address)
-    return family, "" if is_name and ipaddress.ip_address(address).is_loopback else str(address)
+    is_address = ":" in host or host.replace(".", "").isdecimal() or "localhost" in host.lower()  # as ip6-localhost
+    return family, "" if not is_address and ipaddress.ip_address(address).is_loopback else str(address)
 
 
 def explain_socket_error(error: OSError) -> str:

@@ -22,9 +22,30 @@ from prime_rl.runtime.machine import (
     find_available_memory,
     find_free_port,
     find_gpus,
+    find_listen_address,
     find_memory,
     is_healthy,
 )
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "listens"),
+    [
+        ("node001", "127.0.1.1", ""),
+        ("node001", "192.0.2.7", "192.0.2.7"),
+        ("localhost.localdomain", "127.0.0.1", "127.0.0.1"),
+        ("ip6-localhost", "::1", "::1"),
+        ("127.1", "127.0.0.1", "127.0.0.1"),
+        ("0::1", "::1", "::1"),
+    ],
+)
+def test_only_names_of_machines_listen_everywhere(
+    host: str, address: str, listens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    found = [(family, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert find_listen_address(host) == (family, listens)
 
 
 def test_a_port_in_use_names_key_and_fix() -> None:
