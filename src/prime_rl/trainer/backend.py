@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -498,18 +498,32 @@ def shard_model(model: CausalLM, config: ModelConfig, placement: DeviceConfig, m
         )
 
 
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
 def find_float32_modules(model: CausalLM) -> list[nn.Module]:
-    """The outermost modules whose parameters all stay in float32; `ValueError` for one in a module with others."""
+    """The outermost modules whose parameters all stay in float32; `ValueError` for one in a module with others.
+
+    Outermost, as some modules, such as convolutions, compute with the parameters of their children.
+    """
+    if not model.float32_names:
+        return []
+    names = [name for name, _ in model.named_parameters()]
+    mixed = {path for name in names if not model.stays_float32(name) for path in find_parents(name)}
+    # Lists of modules or parameters are no units, as they compute nothing.
+    mixed |= {path for path, module in model.named_modules() if isinstance(module, LISTS)}
     found: dict[str, nn.Module] = {}
-    for name, _ in model.named_parameters() if model.float32_names else ():
-        if not model.stays_float32(name) or any(name.startswith(f"{path}.") for path in found):
-            continue
-        path = name.rpartition(".")[0]
-        module = model.get_submodule(path)
-        if not all(model.stays_float32(f"{path}.{other}") for other, _ in module.named_parameters()):
+    for name in filter(model.stays_float32, names):
+        path = next((path for path in find_parents(name) if path not in mixed), None)
+        if path is None:
             raise ValueError(
                 f"{name} stays in float32, which several ranks support only for whole modules: "
                 'set model.dtype = "float32", or train on one rank'
             )
-        found[path] = module
+        found[path] = model.get_submodule(path)
     return list(found.values())
+
+
+def find_parents(name: str) -> list[str]:
+    """Names of the modules that contain a parameter, the outermost first."""
+    return list(accumulate(name.split(".")[:-1], lambda parent, child: f"{parent}.{child}"))

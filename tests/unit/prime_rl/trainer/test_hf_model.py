@@ -317,6 +317,22 @@ ERNIE = (
 )
 
 
+INKLING = (
+    "InklingTextConfig",
+    {
+        "head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "d_rel": 4,
+        "rel_extent": 64,
+        "mlp_layer_types": ["dense", "dense"],
+        "logits_mup_width_multiplier": 1.0,
+        "unpadded_vocab_size": 320,
+    },
+)
+
+
 def add_noise(base: Path, part: str) -> tuple[str, torch.Tensor]:
     """Make the tensor with this part of a name one that bfloat16 cannot hold; returns it."""
     stored = load_file(base / "model.safetensors")
@@ -375,6 +391,19 @@ def test_several_ranks_keep_routers_in_float32(tmp_path: Path, monkeypatch: pyte
         ValueError, match=r'gate\.weight stays in float32, .*: set model\.dtype = "float32", or train on one'
     ):
         find_float32_modules(model)
+
+
+def test_several_ranks_shard_modules_whose_parents_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The convolutions of Inkling stay in float32; the module around each computes with its weight."""
+    monkeypatch.setitem(FAMILIES, "inkling", INKLING)
+    config = make_config(save_model("inkling", tmp_path), tmp_path, dtype="bfloat16")
+    backend = build_backend(config)
+    model, _ = load_model(config.model, backend.placement, sharded=True)
+    with group_of_one() as mesh:
+        shard_model(model, config.model, backend.placement, Mesh(dense=mesh))
+        logits = compute_logits(model, [torch.arange(20)])
+    expected = compute_logits(backend.model, [torch.arange(20)]).to(logits)
+    torch.testing.assert_close(logits, expected, atol=1e-2, rtol=1e-2)
 
 
 def test_auto_selects_native_decoder_if_supported(tmp_path: Path) -> None:
