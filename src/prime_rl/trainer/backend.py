@@ -468,10 +468,7 @@ def is_narrow(placement: DeviceConfig) -> bool:
 
 
 def shard_model(model: CausalLM, config: ModelConfig, placement: DeviceConfig, mesh: Mesh) -> None:
-    """Shard this rank's part of the model with FSDP over the ranks that share it.
-
-    `ValueError` for a narrow model with parameters that must stay in float32 beside others of the same module.
-    """
+    """Shard this rank's part of the model with FSDP over the ranks that share it."""
     own = getattr(model, VALUE, None)
     backbone = own.backbone if isinstance(own, ValueModel) else None
     inner = [] if backbone is None else [*backbone.layers(), backbone]
@@ -502,9 +499,10 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def find_float32_modules(model: CausalLM) -> list[nn.Module]:
-    """The outermost modules whose parameters all stay in float32; `ValueError` for one in a module with others.
+    """The outermost modules whose parameters all stay in float32; none, with a warning, if others have one, too.
 
-    Outermost, as some modules, such as convolutions, compute with the parameters of their children.
+    Outermost, as some modules, such as convolutions, compute with the parameters of their children. None, as a model
+    with such parameters in part of its modules may compute with tensors of two dtypes.
     """
     if not model.float32_names:
         return []
@@ -516,10 +514,11 @@ def find_float32_modules(model: CausalLM) -> list[nn.Module]:
     for name in filter(model.stays_float32, names):
         path = next((path for path in find_parents(name) if path not in mixed), None)
         if path is None:
-            raise ValueError(
-                f"{name} stays in float32, which several ranks support only for whole modules: "
-                'set model.dtype = "float32", or train on one rank'
+            logger.warning(
+                f"{name} shares a module with other parameters, so several ranks compute in bfloat16 with all that "
+                'transformers keeps in float32: to avoid it, set model.dtype = "float32"'
             )
+            return []
         found[path] = model.get_submodule(path)
     return list(found.values())
 
