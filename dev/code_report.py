@@ -86,7 +86,7 @@ def find_banned_words(root: Path, language: Mapping[str, Any]) -> Iterator[tuple
     pattern = re.compile(r"(?<![\w./-])(" + "|".join(language["words"]) + r")(?![\w/-])", re.IGNORECASE)
     for folder in language["folders"]:
         for path in sorted((root / folder).rglob("*")):
-            if path.suffix not in (".py", ".md", ".c", ".js", ".toml"):
+            if path.suffix not in (".py", ".md", ".c", ".js", ".toml") or "_build" in path.parts:  # built pages
                 continue
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
                 if path.suffix == ".toml":  # comments only: environments keep word problems in such files
