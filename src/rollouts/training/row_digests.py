@@ -38,7 +38,11 @@ def describe(value: Any) -> str:
 
 
 def sort_set(items: set[Any] | frozenset[Any]) -> list[Any]:
-    """The items in an order that is the same in every process: that of Python for numbers, else by their text."""
+    """The items in an order that is the same in every process: that of a set of numbers, else by their text.
+
+    Hashes of numbers are the same in every process, and a set that is built in ascending order has one order. Earlier
+    versions sent and compared sets of numbers in it.
+    """
     return list(set(sorted(items))) if _has_numbers(items) else sorted(items, key=describe)
 
 
