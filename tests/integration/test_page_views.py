@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_browser import Open, serve_page
@@ -186,6 +187,26 @@ def test_a_page_reloads_when_each_process_resumes(tmp_path: Path, open_page: Ope
 
         assert resume_at(3, "orchestrator") == [[1, 2, 3], [1, 2, 3, 4, 5, 6]], "the trainer loads its model"
         assert resume_at(3, "trainer") == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_changes_during_a_reload_do_not_reload_again(tmp_path: Path, open_page: Open) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=6)
+    with serve_page(run) as url:
+        page = open_page(url).page
+        documents: list[str] = []
+
+        def answer_late(route: Any) -> None:
+            documents.append(route.request.url)
+            for step in range(4, 7):  # each is a change event
+                append_jsonl(run / "metrics.jsonl", [{**row, "attempt": 1} for row in metric_rows(step)])
+                page.wait_for_timeout(1000)
+            route.continue_()
+
+        page.route(url, answer_late)
+        with page.expect_navigation():
+            append_jsonl(run / "metrics.jsonl", [{**row, "attempt": 1} for row in metric_rows(3)])
+        page.wait_for_selector(".sentence")
+        assert documents == [url]
 
 
 def test_the_validation_loss_is_beside_the_training_loss(tmp_path: Path, open_page: Open) -> None:

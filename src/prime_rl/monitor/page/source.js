@@ -195,6 +195,7 @@ class LiveSource {
     let lost = false, heard = Date.now();
     const markLost = () => { if (!lost) onState("lost"); lost = true; };
     let isRefreshing = false, isOutdated = false; // one request at a time: each continues where the last one ended
+    let isReloading = false; // a second reload would abort the first
     const refresh = async () => {
       heard = Date.now();
       isOutdated = isRefreshing;
@@ -204,14 +205,15 @@ class LiveSource {
         const { run, is_replaced, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}`);
         // A new attempt of a process repeats steps.
         const isResumed = Object.entries(update.attempts ?? {}).some(([process, attempt]) => attempt > (this.data.attempts[process] ?? 0));
-        if (is_replaced || isResumed) return location.reload(); // also for a new run in the same directory
+        isReloading = is_replaced || isResumed; // also for a new run in the same directory
+        if (isReloading) return location.reload();
         mergeRun(this.data, update);
         Object.assign(this.data.run, run);
         this.facts = update.facts;
         this.updated = Date.now();
         markLive();
         onChange();
-      } catch { markLost(); } finally { isRefreshing = false; }
+      } catch { markLost(); } finally { isRefreshing = isReloading; }
       if (isOutdated) refresh();
     };
     const markLive = () => { if (lost) onState("live"); lost = false; };
