@@ -14,19 +14,19 @@ enum { HALF = PANEL / 2 };
 /* Element format of a packed weight. */
 enum {
   FP32,
-  BF16, /* widened to fp32 before multiplication */
-  DOTS, /* bf16 in pairs of inputs for dot products by AVX512_BF16 or AMX; activations are rounded to bf16 as well */
+  BF16, /* in pairs of inputs, widened to fp32 before multiplication */
+  DOTS, /* the same pairs for dot products by AVX512_BF16 or AMX; activations are rounded to bf16 as well */
   INT8  /* weights and activations in 8 bits, see `quantize_group` */
 };
 
-enum { STEP = 32 }; /* DOTS: inputs are zero-padded to a multiple, those of a tile of AMX */
+enum { STEP = 32 }; /* BF16, DOTS: inputs are zero-padded to a multiple, those of a tile of AMX */
 
 ALWAYS int64_t whole_steps(int64_t inputs) { return (inputs + STEP - 1) / STEP * STEP; }
 
 /* Elements (INT8: bytes) of a packed weight per output. */
 int64_t quantized_size(int64_t inputs, int64_t is_weight);
 int64_t packed_inputs(int64_t inputs, int64_t format) {
-  return format == INT8 ? quantized_size(inputs, 1) : format == DOTS ? whole_steps(inputs) : inputs;
+  return format == INT8 ? quantized_size(inputs, 1) : format == FP32 ? inputs : whole_steps(inputs);
 }
 
 /* Bytes of a row of activations, see `in_format`. */
@@ -164,6 +164,12 @@ ALWAYS const void *at_item(const void *p, int64_t i, int format) {
   return (const char *)p + i * (format == FP32 ? 4 : 2);
 }
 
+/* The first or second numbers, in fp32, of LANES pairs of bf16 numbers from index i on. */
+ALWAYS vec one_of_pairs(const void *p, int64_t i, int second) {
+  ivec pairs = (ivec)load((const float *)((const uint16_t *)p + i));
+  return (vec)(second ? pairs & (int32_t)0xffff0000 : pairs << 16);
+}
+
 /* Layout of the outputs of a packed weight in its panels. */
 enum {
   PLAIN,  /* consecutive outputs */
@@ -213,9 +219,17 @@ ALWAYS void transpose(const void *rows, int64_t at, int64_t size, int64_t place,
 #endif
 }
 
-/* Pack LANES outputs at `place` of a panel, `count` of them present: for each group [inputs / 4][PANEL][4], as numbers
- * from 0 to 255 with zero at 128, and PANEL scales. */
+/* Whether the bytes of a panel of INT8 are signed: AVX2 has no sums of products of unsigned ones that cannot overflow. */
+#if defined(__AVX2__) && LANES == 8 && !defined(__AVXVNNI__)
+#define SIGNED_WEIGHTS 1
+#else
+#define SIGNED_WEIGHTS 0
+#endif
+
+/* Pack LANES outputs at `place` of a panel, `count` of them present: for each group [inputs / 4][PANEL][4], with 128
+ * added unless SIGNED_WEIGHTS, and PANEL scales. */
 static void pack_int8(const float *weight, int64_t inputs, int64_t count, char *panel, int64_t place) {
+  const int32_t added = SIGNED_WEIGHTS ? 0 : (int32_t)0x80808080;
   int8_t rows[LANES][GROUP];
   int32_t unused;
   vec columns[LANES];
@@ -228,31 +242,30 @@ static void pack_int8(const float *weight, int64_t inputs, int64_t count, char *
       else scales[c] = 0.f;
     for (int64_t k = 0; k < quads; k += LANES) {
       transpose(rows, 0, GROUP / 4, k, columns, 0);
-      for (int i = 0; i < LANES; i++) store(to + (k + i) * PANEL, (vec)((ivec)columns[i] ^ (int32_t)0x80808080));
+      for (int i = 0; i < LANES; i++) store(to + (k + i) * PANEL, (vec)((ivec)columns[i] ^ added));
     }
   }
 }
 
 /* Copy words of LANES outputs between rows of `words` words, from index `row`, and a panel [words][PANEL], from index
- * `place`; returns how many of each: all but those after the last whole vector. A word is an fp32 number, two bf16
- * numbers, or a bf16 number (`narrow`). */
-ALWAYS int64_t copy_words(void *rows, int64_t row, int64_t words, void *panel, int64_t place, int unpacks, int narrow) {
+ * `place`; returns how many of each: all but those after the last whole vector. A word is an fp32 or two bf16 numbers. */
+ALWAYS int64_t copy_words(float *rows, int64_t row, int64_t words, float *panel, int64_t place, int unpacks) {
   vec columns[LANES];
   int64_t k = 0;
   for (; k + LANES <= words; k += LANES) {
-    if (unpacks) transpose(panel, place + k * PANEL, PANEL, 0, columns, narrow);
-    else transpose(rows, row + k, words, 0, columns, narrow);
+    if (unpacks) transpose(panel, place + k * PANEL, PANEL, 0, columns, 0);
+    else transpose(rows, row + k, words, 0, columns, 0);
     for (int i = 0; i < LANES; i++)
-      store_as(unpacks ? rows : panel, unpacks ? row + i * words + k : place + (k + i) * PANEL, columns[i], narrow);
+      store(unpacks ? rows + row + i * words + k : panel + place + (k + i) * PANEL, columns[i]);
   }
   return k;
 }
 
-/* Pack a weight [outputs, inputs] into panels of PANEL outputs, each [inputs][PANEL] (DOTS: [inputs / 2][PANEL][2], see
- * STEP; INT8: see `pack_int8`, from fp32), zero-padded after the last output; or the reverse, except for INT8. */
+/* Pack a weight [outputs, inputs] into panels of PANEL outputs, each [inputs][PANEL] (BF16, DOTS: [inputs / 2][PANEL][2],
+ * see STEP; INT8: see `pack_int8`, from fp32), zero-padded after the last output; or the reverse, except for INT8. */
 ALWAYS void copy_panels(void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t format, int64_t kind,
                         int unpacks) {
-  int64_t beside = format == DOTS ? 2 : 1;
+  int64_t beside = format == BF16 || format == DOTS ? 2 : 1;
   int64_t panels = num_panels(outputs, kind), inner = outputs / 2, wide = packed_inputs(inputs, format);
   PARALLEL(outputs * inputs > MANY)
   for (int64_t p = 0; p < panels; p++) {
@@ -267,7 +280,7 @@ ALWAYS void copy_panels(void *weight, void *packed, int64_t outputs, int64_t inp
       }
       if (inputs % beside == 0 && output + LANES <= end[side])
         k = beside * copy_words(weight, output * inputs / beside, inputs / beside, packed,
-                                p * PANEL * wide / beside + place, unpacks, format == BF16);
+                                p * PANEL * wide / beside + place, unpacks);
       for (; k < wide; k++)
         for (int64_t c = 0; c < LANES; c++) {
           int64_t from = (output + c) * inputs + k, there = output + c < end[side] && k < inputs;

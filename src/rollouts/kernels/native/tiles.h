@@ -7,7 +7,7 @@
 enum {
   TILE = 6,      /* rows per register tile: TILE x PANEL sums stay in registers */
   FEW_TILES = 4, /* so many register tiles of fp32 take the inputs in turns, and half as many of other formats */
-  TURN = 64      /* inputs */
+  TURN = 4096 / PANEL /* inputs */
 };
 
 /* A panel of floats that is read next. */
@@ -21,6 +21,17 @@ typedef struct {
   vec (*sums)[PANEL / LANES];
   int is_first, is_last;
 } Partial;
+
+/* Add the products of input k of `num` rows, `inputs` elements apart, with its weights in a panel. */
+ALWAYS void add_products(vec sums[TILE][PANEL / LANES], const float *x, int64_t inputs, const void *panel, int64_t k,
+                         int num, int format) {
+  vec w[PANEL / LANES];
+  for (int c = 0; c < PANEL / LANES; c++)
+    if (format == FP32) w[c] = load((const float *)panel + k * PANEL + c * LANES);
+    else w[c] = one_of_pairs(panel, (k & ~1) * PANEL + 2 * c * LANES, k & 1);
+  for (int r = 0; r < num; r++)
+    for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = fma_of(all(x[r * inputs + k]), w[c], sums[r][c]);
+}
 
 /* Multiply `num` rows of x with `size` inputs of one panel; `more` accumulates into `out`. Prefetches `ahead`, `step`
  * bytes per input. */
@@ -40,14 +51,14 @@ ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size,
       }
     }
   } else {
-    for (int64_t k = 0; k < size; k++) {
-      vec w[PANEL / LANES];
-      fetch_lines(ahead + k * step, step);
-      for (int c = 0; c < PANEL / LANES; c++) w[c] = load_as(panel, k * PANEL + c * LANES, format == BF16);
-      for (int r = 0; r < num; r++)
-        for (int c = 0; c < PANEL / LANES; c++)
-          sums[r][c] = fma_of(all(((const float *)x)[r * inputs + k]), w[c], sums[r][c]);
-    }
+    int64_t k = 0, chunk = LANES == 8 ? 8 : format == FP32 ? 1 : 2; /* inputs between tests for the end */
+    for (; k + chunk <= size; k += chunk)
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < chunk; i++) {
+        fetch_share(ahead + k * step, chunk * step, i, PANEL * (format == FP32 ? 4 : 2));
+        add_products(sums, x, inputs, panel, k + i, num, format);
+      }
+    for (; k < size; k++) add_products(sums, x, inputs, panel, k, num, format);
   }
   if (!part.is_last) {
     for (int r = 0; r < num; r++)
@@ -123,17 +134,7 @@ TILES_OF(fp32, FP32)
 TILES_OF(bf16, BF16)
 TILES_OF(dots, DOTS)
 
-/* Whether `dot4` takes weights as signed bytes: AVX2 has no sums of products of unsigned ones that cannot overflow. */
-#if defined(__AVX2__) && LANES == 8 && !defined(__AVXVNNI__)
-#define SIGNED_WEIGHTS 1
-#else
-#define SIGNED_WEIGHTS 0
-#endif
-
-/* Weights as `dot4` takes them; those of a panel have 128 added. */
-ALWAYS ivec dot_weights(vec packed) { return SIGNED_WEIGHTS ? (ivec)packed ^ (int32_t)0x80808080 : (ivec)packed; }
-
-/* sum + the four products of each lane; w is of `dot_weights`, x has signed bytes of at most 127. */
+/* sum + the four products of each lane; w is of a panel, x has signed bytes of at most 127. */
 ALWAYS ivec dot4(ivec sum, ivec w, ivec x) {
 #if defined(__AVX512VNNI__) && LANES == 16
   return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
@@ -172,7 +173,7 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, int64_t 
     for (int64_t k = 0; k < quads; k++, ahead += step) {
       ivec w[PANEL / LANES];
       fetch_lines(ahead, step);
-      for (int c = 0; c < PANEL / LANES; c++) w[c] = dot_weights(load((const float *)weights + k * PANEL + c * LANES));
+      for (int c = 0; c < PANEL / LANES; c++) w[c] = (ivec)load((const float *)weights + k * PANEL + c * LANES);
       for (int r = 0; r < num; r++) {
         ivec four = *(const bits_in_memory *)(x + r * row + start + 4 * k) - (ivec){0};
         for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = dot4(sums[r][c], w[c], four);
