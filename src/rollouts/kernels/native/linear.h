@@ -86,10 +86,8 @@ static void panel_product(const Linear *l, const void *x, float *out, float *scr
     if (!following.end) following.next = start + size < inputs ? (Memory){weights + bytes, bytes} : next;
     if (!following.end && following.next.bytes > bytes) following.next.bytes = bytes;
     if (widen)
-      for (int64_t i = 0; i < size * PANEL; i += 2 * LANES) {
-        float *to = wide + i / (2 * PANEL) * (2 * PANEL) + i / 2 % PANEL;
-        store(to, one_of_pairs(weights, i, 0)), store(to + PANEL, one_of_pairs(weights, i, 1));
-      }
+      for (int64_t k = 0; k < size; k++)
+        for (int64_t c = 0; c < PANEL; c += LANES) store(wide + k * PANEL + c, weights_of_pairs(weights, k, c));
 #define TILES(name) \
   tiles_of_##name((const float *)x + start, inputs, widen ? (const char *)wide : weights, size, to, stride, written, \
                   start > 0, following, rows)

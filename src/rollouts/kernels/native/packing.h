@@ -164,10 +164,10 @@ ALWAYS const void *at_item(const void *p, int64_t i, int format) {
   return (const char *)p + i * (format == FP32 ? 4 : 2);
 }
 
-/* The first or second numbers, in fp32, of LANES pairs of bf16 numbers from index i on. */
-ALWAYS vec one_of_pairs(const void *p, int64_t i, int second) {
-  ivec pairs = (ivec)load((const float *)((const uint16_t *)p + i));
-  return (vec)(second ? pairs & (int32_t)0xffff0000 : pairs << 16);
+/* The weights, in fp32, of input k and LANES outputs from index c on, in a panel of bf16 pairs. */
+ALWAYS vec weights_of_pairs(const void *panel, int64_t k, int64_t c) {
+  ivec pairs = (ivec)load((const float *)((const uint16_t *)panel + (k & ~1) * PANEL + 2 * c));
+  return (vec)(k & 1 ? pairs & (int32_t)0xffff0000 : pairs << 16);
 }
 
 /* Layout of the outputs of a packed weight in its panels. */

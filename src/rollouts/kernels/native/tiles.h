@@ -28,7 +28,7 @@ ALWAYS void add_products(vec sums[TILE][PANEL / LANES], const float *x, int64_t 
   vec w[PANEL / LANES];
   for (int c = 0; c < PANEL / LANES; c++)
     if (format == FP32) w[c] = load((const float *)panel + k * PANEL + c * LANES);
-    else w[c] = one_of_pairs(panel, (k & ~1) * PANEL + 2 * c * LANES, k & 1);
+    else w[c] = weights_of_pairs(panel, k, c * LANES);
   for (int r = 0; r < num; r++)
     for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = fma_of(all(x[r * inputs + k]), w[c], sums[r][c]);
 }
