@@ -267,10 +267,10 @@ def test_engine_updates_keep_the_packed_weights_in_place() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(("dtype", "rounded"), KINDS)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (100, 96), (99, 96), (768, 70), (1536, 512)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (100, 96), (99, 96), (3, 80), (768, 70), (1536, 512)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products(inputs: int, outputs: int, dtype: torch.dtype, rounded: bool, threads: int) -> None:
-    """Correct and batch-invariant; in fp32 bit-identical to oneDNN, which the trainer uses."""
+    """Correct and batch-invariant; in fp32 bit-identical to oneDNN, which the trainer uses, and to exact bf16."""
     torch.set_num_threads(threads)
     weight, bias, x = draw(outputs, inputs).to(dtype), draw(outputs, seed=1), draw(40, inputs, seed=2)
     packed = cpu_kernels.PackedWeight(weight, rounded=rounded)
@@ -285,6 +285,8 @@ def test_products(inputs: int, outputs: int, dtype: torch.dtype, rounded: bool, 
     assert torch.equal(packed(many)[470:], packed(many[470:]))
     if dtype == torch.float32 and cpu_kernels.find_block(inputs) is not None:
         assert torch.equal(packed(x), linear(x, weight))
+    if dtype == torch.bfloat16 and packed.format == native.BF16:
+        assert torch.equal(whole, cpu_kernels.PackedWeight(weight.float())(x, bias))
 
 
 @needs_kernels
@@ -346,12 +348,14 @@ def test_int8_products(inputs: int, outputs: int, paired: bool, threads: int) ->
 @needs_kernels
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86 CPUs")
 @pytest.mark.parametrize("without", ["-mno-avx512vnni", "-mno-avx512f", "-mno-avx2"])
-def test_int8_bits_do_not_depend_on_instructions(without: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same with AVX-512 VNNI, AVX-512, AVX2 and plain C."""
+def test_bits_do_not_depend_on_instructions(without: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """int8 and exact bf16: the same with AVX-512 VNNI, AVX-512, AVX2 and plain C."""
 
     def compute() -> list[Tensor]:
         shapes = [(draw(n, k), paired, draw(13, k, seed=1) * draw(13, 1, seed=2).exp()) for k, n, paired in INT8_SHAPES]
-        return [cpu_kernels.PackedWeight(w, paired=paired, quantized=True)(x) for w, paired, x in shapes]
+        packed = [cpu_kernels.PackedWeight(w, paired=paired, quantized=True)(x) for w, paired, x in shapes]
+        exact = [cpu_kernels.PackedWeight(w.bfloat16(), paired=paired)(x) for w, paired, x in shapes]
+        return [*packed, *exact]
 
     expected = compute()
     flags = ["-O0" if flag == "-O3" else flag for flag in native.FLAGS]
