@@ -60,6 +60,25 @@ def test_info_may_be_the_text_of_a_list() -> None:
     assert (rollout.reward, rollout.tools, rollout.failed) == (1.0, None, False)
 
 
+class Rewording(vf.SingleTurnEnv):
+    """Writes the prompt itself; `verifiers` cuts the completion at its length."""
+
+    async def setup_state(self, state: vf.State) -> vf.State:
+        state["prompt"] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "really?"}]
+        return state
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rollout_has_the_prompt_that_was_sent(fails: bool) -> None:
+    env = VerifiersEnvironment("e", Rewording(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric()))
+    [row], wire = env.rows(), FlakyWire(script=[turn([*encode("yes"), END])])
+    wire.failing = [0] if fails else []
+    [rollout] = anyio.run(env.run_group, row, wire, "m", [build_sampling_args(SamplingConfig(), 1)], 0)
+    sent = [body["messages"] for path, body in wire.seen if path.startswith("/chat")]
+    assert rollout.failed == fails and [rollout.prompt] == ([row["prompt"]] if fails else sent)
+    assert rollout.prompt[-1]["content"] == ("is it?" if fails else "really?")
+
+
 def test_multi_turn_is_one_sample_of_tokens() -> None:
     wire, rollout = run("multi", [turn([49, 50]), turn([*encode("no"), END]), turn([*encode("yes"), END])])
     [sample] = rollout_to_samples(rollout)

@@ -204,6 +204,7 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
     if failure is not None:
         known.status, (known.error_type, known.error) = Status.FAILED, failure
         return known
+    known.prompt = result.get("prompt") or row["prompt"]  # `setup_state` may have replaced it
     known.completion = _with_reasoning(plain_completion(result["completion"]), result["trajectory"])
     known.stop_reason = result.get("stop_condition")
     for step in result["trajectory"]:
