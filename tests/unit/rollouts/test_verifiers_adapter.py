@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import anyio
 import pytest
 import verifiers as vf
+import virtual_time
 from adapter_envs import ROWS
 from datasets import Dataset
 from fake_transport import END, Wire, check, encode, turn
@@ -21,7 +23,7 @@ from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.utils.vf import build_sampling_args
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import load_environment
-from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment
+from rollouts.training.environments.verifiers_adapter import CLEANUP_S, VerifiersEnvironment
 from rollouts.training.types import Status
 
 KINDS = ("single", "multi", "tool", "stateful", "group", "completion")
@@ -153,6 +155,38 @@ def test_errors_of_group_rewards_are_reported(returned: Any, error: str | None, 
         return
     for rollout in rollouts:
         assert (rollout.reward, rollout.error_type) == (0.0, "RewardError") and re.fullmatch(error, rollout.error or "")
+
+
+class Waiting(vf.MultiTurnEnv):
+    """Never answers the model; its cleanup takes `cleanup_s` seconds."""
+
+    cleanup_s, num_freed = 1.0, 0
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        await anyio.sleep_forever()
+
+    @vf.cleanup
+    async def free(self, state: vf.State) -> None:
+        await anyio.sleep(self.cleanup_s)
+        self.num_freed += 1
+
+
+@pytest.mark.parametrize("has_timeout", [True, False])
+@pytest.mark.parametrize("cleanup_s", [1.0, 1000.0])
+def test_cancelled_rollouts_are_cleaned_up(has_timeout: bool, cleanup_s: float) -> None:
+    env = Waiting(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric())
+    env.cleanup_s = cleanup_s
+    adapter = VerifiersEnvironment("e", env, timeout_s=10.0 if has_timeout else None)
+    wire, args = Wire(script=[turn([*encode("yes"), END])]), [build_sampling_args(SamplingConfig(), 1)]
+
+    async def measure() -> float:
+        with anyio.move_on_after(math.inf if has_timeout else 10.0):
+            [rollout] = await adapter.run_group(adapter.rows()[0], wire, "m", args)
+            assert rollout.error_type == "RolloutTimeout"
+        return anyio.current_time()
+
+    assert virtual_time.run(measure) == 10.0 + min(cleanup_s, CLEANUP_S)
+    assert env.num_freed == (1 if cleanup_s < CLEANUP_S else 0)
 
 
 def test_plain_completions() -> None:

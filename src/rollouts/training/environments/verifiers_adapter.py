@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import anyio
 
 from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.environments.completion import ChatCompletion, plain_completion
@@ -34,6 +37,8 @@ __all__ = ["VERIFIERS_RANGE", "VerifiersEnvironment", "check_verifiers"]
 MAX_TURNS_REACHED = "max_turns_reached"
 GROUP_PARAMETERS = {"states", "prompts", "completions", "answers", "tasks", "infos"}
 """A reward function with one of these parameters scores a whole group, as in `verifiers`."""
+CLEANUP_S = 20.0
+"""Time limit of the cleanup of a cancelled rollout; the limit of a group in `worker_pool` includes it."""
 
 
 class VerifiersEnvironment:
@@ -72,7 +77,9 @@ class VerifiersEnvironment:
         async def attempt(args: dict[str, Any]) -> tuple[Any, int]:
             own_client = open_conversation(client)
             result = await run_with_timeout(
-                self.timeout_s, "the rollout", lambda: self.env.rollout(dict(row), own_client, model, args)
+                self.timeout_s,
+                "the rollout",
+                lambda: _run_with_cleanup(self.env.rollout(dict(row), own_client, model, args)),
             )
             return result, getattr(own_client, "num_sampled", 0)
 
@@ -121,6 +128,22 @@ class VerifiersEnvironment:
                 state["completion"] = ChatCompletion(state["completion"])
         outcome = await run_with_timeout(self.timeout_s, "scoring", lambda: score(states, **self._score_args))
         return outcome if isinstance(outcome, Exception) else None
+
+
+async def _run_with_cleanup(work: Awaitable[Any]) -> Any:
+    """Run `work` in a task that is cancelled once, and wait for its cleanup.
+
+    A timeout of anyio cancels each `await` of the task that it is in, also those of the cleanup.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task])
+    finally:
+        if not task.done():
+            task.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([task], timeout=CLEANUP_S)
+    return task.result()
 
 
 def _rubrics(env: Any) -> list[Any]:
