@@ -121,6 +121,29 @@ def test_a_group_of_environments_routes_and_scores_by_task() -> None:
     check(wire, rollout_to_samples(rollout))
 
 
+@pytest.mark.parametrize("kind", ["single", "group", "part"])
+def test_stop_strings_of_an_environment_are_used(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    own = {"n": 1, "stop": ["\n"], "temperature": 0.2, "extra_body": {"top_k": 5}}
+    common = {"dataset": Dataset.from_list(ROWS), "rubric": vf.Rubric()}
+    env = vf.SingleTurnEnv(**common, sampling_args=None if kind == "group" else own)
+    if kind != "single":
+        env = vf.EnvGroup(envs=[vf.SingleTurnEnv(**common), env], sampling_args=own if kind == "group" else None)
+    adapter = VerifiersEnvironment("e", env)
+    [warning] = [text for text in caplog.messages if "sampling_args" in text]
+    assert warning.startswith("e: its sampling_args have no effect (extra_body, temperature): set them in")
+    for given, expected in (([], ["\n"]), (["x"], ["x"])):
+        wire, args = Wire(script=[turn([*encode("yes"), END])]), build_sampling_args(SamplingConfig(stop=given))
+        anyio.run(adapter.run_group, adapter.rows()[-1], wire, "m", [args])
+        [body] = [body for path, body in wire.seen if path.startswith("/chat")]
+        assert (body["stop"], body["temperature"]) == (expected, 1.0)
+
+
+def test_usual_sampling_args_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    common = {"dataset": Dataset.from_list(ROWS), "rubric": vf.Rubric()}
+    VerifiersEnvironment("e", vf.SingleTurnEnv(**common, sampling_args={"stop": ["\n"], "max_tokens": None}))
+    assert not [text for text in caplog.messages if "sampling_args" in text]
+
+
 @pytest.mark.parametrize(
     ("returned", "error"),
     [

@@ -57,12 +57,18 @@ class VerifiersEnvironment:
         self._score_args = {"score_sem": contextlib.AsyncExitStack()} if needs_semaphore else {}
         for rubric in _rubrics(env):
             _record_errors(rubric)
+        self._parts = [env, *getattr(env, "envs", [])]
+        if unused := sorted({name for part in self._parts for name in _unused_sampling_args(part)}):
+            logging.getLogger(__name__).warning(
+                "%s: its sampling_args have no effect (%s): set them in the sampling section of the configuration",
+                env_id,
+                ", ".join(unused),
+            )
 
     @property
     def prompts_are_messages(self) -> bool:
         """Whether a rollout needs a chat template; others set `message_type = "completion"`."""
-        parts = [self.env, *getattr(self.env, "envs", [])]
-        return all(getattr(part, "message_type", "chat") == "chat" for part in parts)
+        return all(getattr(part, "message_type", "chat") == "chat" for part in self._parts)
 
     def rows(self, split: str = "train") -> list[Row]:
         """Rows of the environment's dataset; "eval" falls back to the training rows as in `verifiers`."""
@@ -73,13 +79,14 @@ class VerifiersEnvironment:
         self, row: Row, client: Any, model: str, sampling_args: Sequence[dict[str, Any]], retries: int = 0
     ) -> list[Rollout]:
         """See `Environment.run_group`."""
+        stop = self._read_stop(row)
 
         async def attempt(args: dict[str, Any]) -> tuple[Any, int]:
             own_client = open_conversation(client)
             result = await run_with_timeout(
                 self.timeout_s,
                 "the rollout",
-                lambda: _run_with_cleanup(self.env.rollout(dict(row), own_client, model, args)),
+                lambda: _run_with_cleanup(self.env.rollout(dict(row), own_client, model, stop | args)),
             )
             return result, getattr(own_client, "num_sampled", 0)
 
@@ -96,6 +103,18 @@ class VerifiersEnvironment:
             rollout.num_sampled = sum(num_sampled for _, num_sampled in tries)
         return rollouts
 
+    def _find_parts(self, task: Any) -> list[Any]:
+        """The environment and, if it is a group, the part for this task."""
+        parts = [self.env]
+        while (part := getattr(parts[-1], "env_map", {}).get(task)) is not None:
+            parts.append(part)
+        return parts
+
+    def _read_stop(self, row: Row) -> dict[str, Any]:
+        """The argument `stop` of the environment, or of its part for this row; {} without one."""
+        found = [part.sampling_args.get("stop") for part in self._find_parts(row.get("task"))]
+        return next(({"stop": stop} for stop in found if stop), {})
+
     async def _find_stop_reason(self, state: Any) -> str | None:
         """The name of the stop condition of a rollout, or the last finish reason ("length", "stop").
 
@@ -106,9 +125,7 @@ class VerifiersEnvironment:
         finish: str | None = state["trajectory"][-1]["response"].choices[0].finish_reason
         if finish == "length" or found != MAX_TURNS_REACHED:
             return "length" if finish == "length" else found
-        env = self.env
-        while (part := getattr(env, "env_map", {}).get(state.get("task"))) is not None:
-            env = part
+        env = self._find_parts(state.get("task"))[-1]
         for condition in getattr(env, "_stop_conditions", []):
             name = condition.__name__
             if name != found and await run_with_timeout(self.timeout_s, name, partial(condition, state)) is True:
@@ -144,6 +161,11 @@ async def _run_with_cleanup(work: Awaitable[Any]) -> Any:
             with anyio.CancelScope(shield=True):
                 await asyncio.wait([task], timeout=CLEANUP_S)
     return task.result()
+
+
+def _unused_sampling_args(env: Any) -> list[str]:
+    """Names of the sampling arguments in the code of `env`, but for `stop`: a run must know how tokens are drawn."""
+    return [name for name, value in env.sampling_args.items() if name not in ("stop", "n") and value not in (None, {})]
 
 
 def _rubrics(env: Any) -> list[Any]:
