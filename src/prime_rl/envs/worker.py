@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from rollouts.training.environments.plain import Agent
 
 BEAT_S = 0.1
+LEAVE_S = 3.0
+CLEANUP_LEAVE_S = 30.0  # for an environment that frees resources, such as sandboxes
 _CELLS = struct.Struct("<QQ")
 
 
@@ -59,6 +61,8 @@ class Loaded(msgspec.Struct, tag=True):
 
     error: str | None = None
     builds_prompts: bool = False
+    leave_s: float = LEAVE_S
+    """Time to exit after the parent has disconnected."""
 
 
 class GroupRequest(msgspec.Struct, tag=True):
@@ -245,6 +249,7 @@ class Worker:
 
     def __init__(self, environment: Any, heartbeat: Heartbeat) -> None:
         self.environment, self.heartbeat = environment, heartbeat
+        self.leave_s = CLEANUP_LEAVE_S if getattr(environment, "has_cleanup", False) else LEAVE_S
         self._clients: dict[ServerSpec, InferenceClient] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._work: FrameChannel | None = None
@@ -260,10 +265,10 @@ class Worker:
         self._work.attach(loop)
         self._control.attach(loop)
         await closed.wait()
-        tasks = list(self._tasks.values())
-        for task in tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 2)
+        if self._tasks:  # the rest of the time is for functions registered with `atexit`
+            await asyncio.wait(self._tasks.values(), timeout=2 / 3 * self.leave_s)
 
     def _beat(self) -> None:
         self.heartbeat.beat()
@@ -364,11 +369,13 @@ def main() -> int:
     gc.freeze()  # exclude loaded libraries from garbage collection
     # The parent handles Ctrl-C and closes the connection. SIG_IGN would be passed on to programs that this one starts.
     signal.signal(signal.SIGINT, lambda *_: None)
+    worker = Worker(environment, Heartbeat(heartbeat_fd))
+    builds_prompts = getattr(environment, "builds_prompts", False)
     try:
-        send_frame(control, encode(Loaded(builds_prompts=getattr(environment, "builds_prompts", False))))
+        send_frame(control, encode(Loaded(builds_prompts=builds_prompts, leave_s=worker.leave_s)))
     except BrokenPipeError:  # the parent was stopped meanwhile
         return 0
-    asyncio.run(Worker(environment, Heartbeat(heartbeat_fd)).serve(socket.socket(fileno=work_fd), control))
+    asyncio.run(worker.serve(socket.socket(fileno=work_fd), control))
     return 0
 
 

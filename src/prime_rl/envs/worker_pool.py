@@ -35,7 +35,6 @@ MAX_LOSSES_IN_ROW = 8  # workers lost without any finished group in between: the
 MAX_LOSSES_OF_GROUP = 10  # workers that a group lost because of other groups
 LONGEST_PAUSE_S = 5.0
 STOPPED_FACTOR = 4  # longer timeout if no group is running: the machine is busy, or the process was stopped
-LEAVE_S = 3.0
 GRACE_S = 30.0
 DRAIN_S = 1.0
 
@@ -132,10 +131,10 @@ class EnvironmentWorkers:
                 task.cancel()
         for worker in workers:
             worker.disconnect()
-        deadline = time.monotonic() + LEAVE_S
+        disconnected = time.monotonic()
         for worker in workers:
             with suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(deadline - time.monotonic(), 0.01))
+                worker.process.wait(max(disconnected + worker.leave_s - time.monotonic(), 0.01))
             worker.kill()
         for output in self._outputs:
             output.join(DRAIN_S)
@@ -317,7 +316,7 @@ class EnvironmentWorkers:
         self._spawn(self._replace())
 
     async def _reap(self, worker: WorkerProcess) -> None:
-        deadline = time.monotonic() + LEAVE_S
+        deadline = time.monotonic() + worker.leave_s
         while worker.process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         worker.kill()

@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from prime_rl.envs.worker import Finished, Heartbeat, Load, Loaded, RowsReply, RowsRequest, decode_finished, encode
+from prime_rl.envs.worker import (
+    LEAVE_S,
+    Finished,
+    Heartbeat,
+    Load,
+    Loaded,
+    RowsReply,
+    RowsRequest,
+    decode_finished,
+    encode,
+)
 from prime_rl.runtime.framing import FrameChannel, receive_frame, send_frame
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE, add_token, kill_run_processes
 from prime_rl.runtime.redacted_output import copy_redacted
@@ -53,7 +63,7 @@ class WorkerProcess:
         self.pending: dict[int, asyncio.Future[list[Rollout] | GroupFailure]] = {}
         self.channel: FrameChannel | None = None
         self._beats, self._beat_seen = -1, time.monotonic()
-        self.builds_prompts = False
+        self.builds_prompts, self.leave_s = False, LEAVE_S
         self._token = secrets.token_hex(8)
         paths = os.pathsep.join(path for path in sys.path if path)
         (self._work, work), (self._control, control) = socket.socketpair(), socket.socketpair()
@@ -100,7 +110,7 @@ class WorkerProcess:
         if reply.error is not None:
             raise ValueError(reply.error)
         self._control.settimeout(None)
-        self.ready, self.builds_prompts = True, reply.builds_prompts
+        self.ready, self.builds_prompts, self.leave_s = True, reply.builds_prompts, reply.leave_s
 
     def read_rows(self, split: str) -> RowsReply:
         """Request the rows of a split (blocking); `WorkerDied` if the worker exited."""

@@ -212,6 +212,13 @@ def test_cancelled_rollouts_are_cleaned_up(has_timeout: bool, cleanup_s: float) 
     assert env.num_freed == (1 if cleanup_s < CLEANUP_S else 0)
 
 
+def test_groups_with_cleanup_have_cleanup() -> None:
+    common = {"dataset": Dataset.from_list(ROWS), "rubric": vf.Rubric()}
+    parts = [vf.SingleTurnEnv(**common), Waiting(**common)]
+    assert [VerifiersEnvironment("e", part).has_cleanup for part in parts] == [False, True]
+    assert VerifiersEnvironment("e", vf.EnvGroup(envs=parts)).has_cleanup
+
+
 def test_plain_completions() -> None:
     wire, rollout = run("completion", [turn([*encode("yes"), END])])
     check(wire, rollout_to_samples(rollout))

@@ -70,6 +70,11 @@ class VerifiersEnvironment:
         """Whether a rollout needs a chat template; others set `message_type = "completion"`."""
         return all(getattr(part, "message_type", "chat") == "chat" for part in self._parts)
 
+    @property
+    def has_cleanup(self) -> bool:
+        """Whether functions marked `@vf.cleanup` or `@vf.teardown` free resources."""
+        return any(part._cleanup_handlers or part._teardown_handlers for part in self._parts)
+
     def rows(self, split: str = "train") -> list[Row]:
         """Rows of the environment's dataset; "eval" falls back to the training rows as in `verifiers`."""
         dataset = self.env.get_eval_dataset() if split == "eval" else self.env.get_dataset()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,12 @@ from scripted_client import ScriptedClient
 from prime_rl.configuration.command import run_command
 from prime_rl.configuration.sections import EnvConfig, LogConfig, SamplingConfig
 from prime_rl.envs import worker_pool, worker_process
-from prime_rl.envs.worker import RowsReply, encode_rows
+from prime_rl.envs.worker import CLEANUP_LEAVE_S, GroupRequest, Heartbeat, RowsReply, Worker, encode, encode_rows
 from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers, compute_limit, read_max_rss
 from prime_rl.envs.worker_process import WorkerDied, WorkerProcess
 from prime_rl.runtime import machine
-from prime_rl.utils.client import InferenceClient
+from prime_rl.runtime.framing import send_frame
+from prime_rl.utils.client import InferenceClient, ServerSpec
 from prime_rl.utils.vf import build_sampling_args, load_environments, open_environments
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import Environment
@@ -408,14 +410,60 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     assert len(workers) == 2
 
 
-def test_a_replaced_worker_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "LEAVE_S", 0.1)
+def test_a_replaced_worker_that_does_not_leave_is_killed(tmp_path: Path) -> None:
     with pool("a", tmp_path) as environment:
         [worker] = environment._workers
+        worker.leave_s = 0.1
         os.kill(worker.process.pid, signal.SIGSTOP)
         environment._leaving.append(worker)
         anyio.run(environment._reap, worker)
         assert not alive(worker.process.pid) and not environment._leaving
+
+
+@pytest.mark.parametrize("has_cleanup", [False, True])
+def test_a_leaving_worker_waits_for_cleanup(tmp_path: Path, has_cleanup: bool) -> None:
+    events: list[str] = []
+
+    class Holding:
+        async def run_group(self, *arguments: Any) -> None:
+            events.append("started")
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(5)
+                events.append("freed")
+
+    async def measure() -> float:
+        (tmp_path / "beats").write_bytes(bytes(16))
+        (work, workers_work), (control, workers_control) = socket.socketpair(), socket.socketpair()
+        with workers_work, workers_control, (tmp_path / "beats").open("r+b") as file:
+            worker = Worker(environment, Heartbeat(file.fileno()))
+            send_frame(work, encode(GroupRequest(1, {}, ServerSpec("http://127.0.0.1:9/v1"), "m", [{}], 0)))
+            serving = asyncio.create_task(worker.serve(workers_work, workers_control))
+            while not events:
+                await asyncio.sleep(0.1)
+            work.close()
+            control.close()
+            started = anyio.current_time()
+            await serving
+            return anyio.current_time() - started
+
+    environment: Any = Holding()
+    environment.has_cleanup = has_cleanup
+    assert virtual_time.run(measure) == pytest.approx(5.0 if has_cleanup else 2.0, abs=0.5)
+    assert events == (["started", "freed"] if has_cleanup else ["started"])
+
+
+def test_workers_with_cleanup_have_longer_to_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "frees.py").write_text(FAULTY + "    has_cleanup = True\ndef load_environment(): return Faulty()\n")
+    limits: list[float | None] = []
+    with open_environments([EnvConfig(id=f"{tmp_path}/frees.py")]) as found:
+        [environment] = found.values()
+        assert isinstance(environment, EnvironmentWorkers)
+        [worker] = environment._workers
+        wait = worker.process.wait
+        monkeypatch.setattr(worker.process, "wait", lambda timeout=None: limits.append(timeout) or wait(timeout))
+    assert limits[0] == pytest.approx(CLEANUP_LEAVE_S, abs=1.0) and worker.process.returncode == 0
 
 
 def test_workers_import_from_where_their_parent_does(monkeypatch: pytest.MonkeyPatch) -> None:
