@@ -37,6 +37,18 @@ def test_it_is_a_list_and_a_text() -> None:
     assert type(plain_completion(output)) is list and plain_completion("text") == "text"
 
 
+def test_text_and_messages_are_compared_and_counted() -> None:
+    output = ChatCompletion(SAID)
+    assert output == "Therefore Yes" and "Therefore Yes" == output and output != "Yes" and output in ["Therefore Yes"]
+    assert (output != "Therefore Yes", output != SAID, output != SAID[1:]) == (False, False, True)
+    assert (output.count("e"), output.count("e", 3), output.count(SAID[0])) == (4, 3, 1)
+    assert (output.index("Yes"), output.index("e", 3), output.index(SAID[2])) == (10, 4, 2)
+    with pytest.raises(ValueError, match="substring not found"):
+        output.index("First")
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(output)
+
+
 def test_completion_without_assistant_is_empty_text() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": []}
     assert ChatCompletion([]).text == ChatCompletion([call]).text == ChatCompletion(SAID[1:2]).text == ""

@@ -11,7 +11,8 @@ from rollouts.training.types import Message
 class ChatCompletion(list[Message]):
     """The messages of a completion; string methods are delegated to the last assistant message.
 
-    `completion[-1]["content"]`, `completion.lower()`, `"x" in completion` and `str(completion)` all work.
+    `completion[-1]["content"]`, `completion.lower()`, `"x" in completion` and `str(completion)` all work. What list and
+    str both have, such as `==` and `count`, is that of the str where the argument is one.
     """
 
     def __init__(self, messages: Iterable[Message]) -> None:
@@ -31,6 +32,20 @@ class ChatCompletion(list[Message]):
 
     def __contains__(self, item: object) -> bool:
         return item in self.text if isinstance(item, str) else super().__contains__(item)
+
+    def __eq__(self, other: object) -> bool:
+        return self.text == other if isinstance(other, str) else super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def count(self, item: Any, *bounds: Any) -> int:
+        """Occurrences of a text, or of a message."""
+        return self.text.count(item, *bounds) if isinstance(item, str) else super().count(item)
+
+    def index(self, item: Any, *bounds: Any) -> int:
+        """Position of a text, or of a message."""
+        return self.text.index(item, *bounds) if isinstance(item, str) else super().index(item, *bounds)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(str, name):
