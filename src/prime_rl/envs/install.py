@@ -36,7 +36,7 @@ def ensure_installed(env_id: str, index_url: str) -> None:
             raise ValueError(f"{error}: write env.id as org/name, or set env.index_url") from error
     name = match["name"].replace("_", "-")
     url = index_url.replace("{org}", match["org"] or "")
-    requirement = f"{name}=={match['version']}" if match["version"] else name
+    requirement = name if match["version"] in (None, "latest") else f"{name}=={match['version']}"
     package = ("--no-deps", "--index-url", url, requirement)
     try:
         requirements = _find_requirements(env_id, package)

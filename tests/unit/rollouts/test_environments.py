@@ -184,10 +184,11 @@ def test_an_installed_environment_has_the_requested_version(tmp_path: Path, monk
     metadata = "Metadata-Version: 2.1\nName: versioned-env\nVersion: 1.2\n"
     (tmp_path / "versioned_env-1.2.dist-info" / "METADATA").write_text(metadata)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for version in ("", "@1.2", "@latest"):
+    for version in ("", "@1.2", "@1.2.0", "@latest"):
         assert finding.find_environment(f"org/versioned-env{version}", []).module == "versioned_env"
-    with pytest.raises(ValueError, match=r"version 1\.2 is installed; install version 1\.3"):
-        finding.find_environment("org/versioned-env@1.3", [])
+    for version in ("1.3", "newest"):
+        with pytest.raises(ValueError, match=rf"version 1\.2 is installed; install version {version}"):
+            finding.find_environment(f"org/versioned-env@{version}", [])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
 from rollouts.training.shipped import shipped_dir
 
 FACTORY = "load_environment"
@@ -77,7 +80,7 @@ def _check_version(env_id: str, name: str, version: str) -> None:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return
-    if version not in (found, "latest"):
+    if version not in (found, "latest") and not _is_in_range(found, f"=={version}"):
         raise ValueError(
             f"environment {env_id!r}: version {found} is installed; install version {version}, set env.install = true, "
             "or correct the version in env.id"
@@ -140,10 +143,16 @@ def check_verifiers() -> None:
         found = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(f"verifiers is not installed: pip install 'verifiers{VERIFIERS_RANGE}'") from None
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)(?:\.post(\d+))?", found)
-    version = tuple(int(part or 0) for part in match.groups()) if match else ()
-    if not (0, 1, 9, 3) <= version < (0, 1, 11):
+    if not _is_in_range(found, VERIFIERS_RANGE):
         raise ValueError(f"verifiers {found} has another interface: pip install 'verifiers{VERIFIERS_RANGE}'")
+
+
+def _is_in_range(version: str, specifier: str) -> bool:
+    """Whether pip accepts `version` for `specifier`: 0.2.0 for ==0.2."""
+    try:
+        return SpecifierSet(specifier).contains(Version(version), prereleases=True)
+    except (InvalidSpecifier, InvalidVersion):
+        return False
 
 
 def list_environments(roots: Sequence[Path]) -> list[str]:

@@ -99,6 +99,14 @@ def test_an_environment_without_its_dependencies_is_missing(tmp_path: Path, monk
     assert len(environment.rows()) == 1
 
 
+def test_versions_are_requirements_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[str] = []
+    monkeypatch.setattr(env_install, "_pip", lambda env_id, *arguments: requested.append(arguments[-1]))
+    for version in ("", "@0.2", "@latest"):
+        env_install.ensure_installed(f"someone/no-such-env{version}", "file:///{org}")
+    assert list(dict.fromkeys(requested)) == ["no-such-env", "no-such-env==0.2"]
+
+
 def test_installation_errors_are_one_sentence(index_url: str) -> None:
     config = EnvConfig(id="someone/no-such-env", index_url=index_url, install=True)
     with pytest.raises(ValueError, match=r"'someone/no-such-env' was not installed: .*check env.id and env.index_url"):
