@@ -77,18 +77,28 @@ def group_indices(samples: list[Sample], n: int) -> list[int]:
     factor=st.sampled_from([1.0, 1.15, 1.5, 3.0]),
     size=st.integers(1, 5),
     n=st.integers(1, 3),
+    max_running=st.sampled_from([None, 1, 3]),
     aborts=st.lists(st.floats(0.1, 30), max_size=2),
     save_after=st.integers(0, 3),
 )
 def test_waves_emit_the_accepted_groups_in_order(
-    backend: str, seed: int, factor: float, size: int, n: int, aborts: list[float], save_after: int
+    backend: str,
+    seed: int,
+    factor: float,
+    size: int,
+    n: int,
+    max_running: int | None,
+    aborts: list[float],
+    save_after: int,
 ) -> None:
     """The oracle is one line: groups 0, 1, 2, ... that the filter accepts."""
     accept = accepted(seed)
     config = RolloutConfig(size, n, factor, filter_fn=keep_by(accept))
 
     def build() -> AsyncRolloutManager:
-        return AsyncRolloutManager(DataBuffer(PROMPTS), config, generate_group=make_generate(seed, n))
+        return AsyncRolloutManager(
+            DataBuffer(PROMPTS), config, generate_group=make_generate(seed, n), max_running=max_running
+        )
 
     async def main() -> list[int]:
         manager = build()
@@ -409,6 +419,27 @@ def test_starvation_names_the_reasons_of_the_last_drops() -> None:
 
 
 @both_loops
+@pytest.mark.parametrize("slots", [None, 9])
+def test_max_running_bounds_the_groups_in_generation(slots: int | None, backend: str) -> None:
+    running: list[int] = []
+
+    async def generate(group_index: int, prompt: str) -> list[Sample]:
+        running.append(manager.num_running)
+        await anyio.sleep(10 - group_index)
+        return [Sample(prompt=prompt)]
+
+    config = RolloutConfig(3, over_sampling_factor=3.0)
+    manager = AsyncRolloutManager(DataBuffer(PROMPTS), config, generate_group=generate, slots=slots, max_running=2)
+
+    async def main() -> None:
+        async with manager:
+            assert (await manager.generate_batch()).group_indices == [0, 1, 2]
+
+    run(main, backend)
+    assert max(running) == 2
+
+
+@both_loops
 @pytest.mark.parametrize("slots", [None, 6])
 def test_error_keeps_finished_groups_and_reruns_others(slots: int | None, backend: str) -> None:
     calls: Counter[int] = Counter()
@@ -516,6 +547,10 @@ def test_configs_that_cannot_work() -> None:
         AsyncRolloutManager(buffer, RolloutConfig(1))
     with pytest.raises(ValueError, match="at least one batch of 4"):
         AsyncRolloutManager(buffer, RolloutConfig(4), generate_group=make_generate(0, 1), slots=3)
+    with pytest.raises(ValueError, match="max_batches 3 has no effect without slots"):
+        AsyncRolloutManager(buffer, RolloutConfig(4), generate_group=make_generate(0, 1), max_batches=3)
+    with pytest.raises(ValueError, match="max_running 0 must be at least 1"):
+        AsyncRolloutManager(buffer, RolloutConfig(4), generate_group=make_generate(0, 1), max_running=0)
     for bad in (
         {"batch_size": 0},
         {"batch_size": 1, "over_sampling_factor": 0.9},

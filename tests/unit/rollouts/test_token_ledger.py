@@ -74,7 +74,7 @@ def test_rollout_manager_accounts_for_all_tokens(slots: int | None) -> None:
             generate_group=generate,
             group_filter=lambda samples: "short" if samples[0].response_length == 1 else None,
             slots=slots,
-            max_batches=4,
+            max_batches=slots and 4,
         )
         async with manager:
             for step in range(1, 5):

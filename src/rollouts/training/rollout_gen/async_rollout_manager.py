@@ -128,6 +128,10 @@ class AsyncRolloutManager:
             raise ValueError("RolloutConfig.generate_fn must be provided")
         if slots is not None and slots < config.batch_size:
             raise ValueError(f"slots {slots} must be at least one batch of {config.batch_size} groups")
+        if slots is None and max_batches is not None:
+            raise ValueError(f"max_batches {max_batches} has no effect without slots: set slots, or leave it out")
+        if max_running is not None and max_running < 1:
+            raise ValueError(f"max_running {max_running} must be at least 1 group, or None for all")
         self.data_buffer = data_buffer
         self.config = config
         self.slots = slots
@@ -295,6 +299,10 @@ class AsyncRolloutManager:
             wave = math.ceil(needed * self.config.over_sampling_factor - 1e-9)
             async with anyio.create_task_group() as tasks:
                 for _ in range(max(wave, len(self.groups.returned))):
+                    while not self._has_place():
+                        await self._changed.wait()
+                    if self._failure() is not None:
+                        break
                     self._start_group(tasks)
         self._raise_failure()
         return self._take()
@@ -327,10 +335,13 @@ class AsyncRolloutManager:
             return self.num_slots_used - self.groups.num_from_returned < slots
         return self.num_slots_used < slots and not self._has_drawn_all()
 
+    def _has_place(self) -> bool:
+        """Whether `max_running` allows another group."""
+        return self.max_running is None or len(self._running) < self.max_running
+
     def _can_start(self) -> bool:
-        """Whether `max_running` allows another group, and the current version is fresh enough for the next batch."""
-        has_place = self.max_running is None or len(self._running) < self.max_running
-        return has_place and not self._is_stale(self.version)
+        """Whether there is a place, and the current version is fresh enough for the next batch."""
+        return self._has_place() and not self._is_stale(self.version)
 
     def _is_stale(self, version: int) -> bool:
         """Whether samples of `version` are too old for the next batch, which trains version `step_count`."""
