@@ -305,6 +305,10 @@ def test_rl_parts_that_do_not_belong_together(tmp_path: Path) -> None:
     backend, _, manager, policy = build_rl(tmp_path)
     with pytest.raises(ValueError, match="another DataBuffer"):
         run(run_rl_training, backend, DataBuffer(["x"]), manager, [policy], RLTrainingConfig(num_steps=1))
+    buffer = DataBuffer(["x"])
+    alone = AsyncRolloutManager(buffer, RolloutConfig(1, generate_fn=policy.generate))
+    with pytest.raises(ValueError, match="'mean' compares the samples of a prompt, so with n_samples_per_prompt = 1"):
+        run(run_rl_training, backend, buffer, alone, [policy], RLTrainingConfig(num_steps=1, estimator="mean"))
 
 
 async def generate_bools(prompts: list[Any]) -> list[Sample]:

@@ -206,3 +206,9 @@ def check_run(
             f"slots {manager.slots} are used up before the engines get new weights after {config.sync_every} steps: "
             f"use at least {needed}, or a smaller sync_every"
         )
+    generates_one = manager.config.generate_fn is not None and manager.config.n_samples_per_prompt == 1
+    if generates_one and config.estimator not in (None, "baseline"):
+        raise ValueError(
+            f"estimator {config.estimator!r} compares the samples of a prompt, so with n_samples_per_prompt = 1 every "
+            "advantage is 0: use at least 2, or the estimator 'baseline'"
+        )
