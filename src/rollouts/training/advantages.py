@@ -101,40 +101,22 @@ def compute_decoupled_advantages(
     return [_divide([value - mean for value in group], flat) for group in sums]
 
 
-def compute_grouped_advantages(
-    rewards: Sequence[float],
-    groups: Sequence[Hashable],
-    *,
-    baseline: Baseline = "mean",
-    std: Deviation = "none",
-    lengths: Sequence[int] | None = None,
-) -> list[float]:
-    """`compute_batch_advantages` in the order of `rewards`, of which those with equal `groups` form a group."""
-    members: dict[Hashable, list[int]] = defaultdict(list)
-    for i, group in enumerate(groups):
-        members[group].append(i)
-    table = compute_batch_advantages(
-        [[rewards[i] for i in places] for places in members.values()],
-        baseline=baseline,
-        std=std,
-        lengths=None if lengths is None else [[lengths[i] for i in places] for places in members.values()],
-    )
-    advantages = [0.0] * len(rewards)
-    for places, values in zip(members.values(), table, strict=True):
-        for i, value in zip(places, values, strict=True):
-            advantages[i] = value
-    return advantages
-
-
 def split_groups(samples: Iterable[Sample]) -> list[list[list[Sample]]]:
     """Nest samples into groups of rollouts by `group_index`, `seat` and `index`.
 
     A rollout has several samples if a turn's prompt does not extend the previous one; they share its reward. The seats
     of an episode of several players form groups of their own.
     """
-    groups: dict[Hashable, dict[int | None, list[Sample]]] = defaultdict(lambda: defaultdict(list))
-    for sample in samples:
-        groups[sample.group_index, sample.seat][sample.index].append(sample)
+    listed = list(samples)
+    nested = split_positions((sample.group_index, sample.seat, sample.index) for sample in listed)
+    return [[[listed[i] for i in rollout] for rollout in group] for group in nested]
+
+
+def split_positions(keys: Iterable[tuple[Hashable, Hashable, Hashable]]) -> list[list[list[int]]]:
+    """`split_groups` of the positions of samples with these group indices, seats and indices."""
+    groups: dict[Hashable, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for i, (group, seat, index) in enumerate(keys):
+        groups[group, seat][index].append(i)
     return [list(rollouts.values()) for rollouts in groups.values()]
 
 

@@ -17,7 +17,6 @@ from rollouts.training.advantages import (
     compute_batch_advantages,
     compute_decoupled_advantages,
     compute_group_advantages,
-    compute_grouped_advantages,
     compute_overlong_penalty,
     split_completions,
 )
@@ -223,18 +222,3 @@ def test_sample_advantages_skip_failed_rollouts() -> None:
     assign_advantages(samples, shape=lambda rewards, lengths: [2 * reward for reward in rewards])
     assert [s.advantages[-1] for s in samples[:2]] == [1.0, -1.0], "the shaped rewards are compared"
     assert [s.reward for s in samples] == [1, 0, 9, 1, 1, 4]
-
-
-@given(rewards_lists, st.integers(1, 4), st.sampled_from(["none", "group", "batch"]))
-def test_interleaved_groups_equal_nested_groups(rewards: list[float], num_groups: int, std: Any) -> None:
-    groups = [i % num_groups for i in range(len(rewards))]
-    lengths = list(range(1, len(rewards) + 1))
-    used = sorted(set(groups))
-    nested = compute_batch_advantages(
-        [[r for r, g in zip(rewards, groups, strict=True) if g == group] for group in used],
-        baseline="length_weighted",
-        std=std,
-        lengths=[[n for n, g in zip(lengths, groups, strict=True) if g == group] for group in used],
-    )
-    flat = compute_grouped_advantages(rewards, groups, baseline="length_weighted", std=std, lengths=lengths)
-    assert [[a for a, g in zip(flat, groups, strict=True) if g == group] for group in used] == nested

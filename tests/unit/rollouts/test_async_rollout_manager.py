@@ -484,7 +484,7 @@ def test_the_documented_generate_fn() -> None:
 
     async def generate(prompts: list[str], seed: int, suffix: str) -> list[Sample]:
         assert len(prompts) == 1 and suffix == "!"
-        return [Sample(prompt=prompts[0], response=str(seed), tokens=[1], loss_mask=[1.0])]
+        return [Sample(prompt=prompts[0], response=str(seed), tokens=[1], loss_mask=[1.0], index=0)]
 
     async def main() -> None:
         config = RolloutConfig(2, 3, generate_fn=generate, filter_fn=lambda group: all(s.reward > 0 for s in group))

@@ -419,6 +419,34 @@ def test_advantages_and_batches() -> None:
     assert compute_reward(Sample("p", reward=0.2)) == 0.2
 
 
+def test_seats_and_parts_of_a_rollout_are_compared_as_such() -> None:
+    """Rollout 0 has two samples of seat a; group 1 is one rollout of two samples: nothing to compare with."""
+    rows = [(0, 0, "a", 1.0), (0, 0, "a", 1.0), (0, 0, "b", -1.0), (0, 1, "a", 0.0), (0, 1, "b", 4.0)]
+    rows += [(1, 0, None, 5.0), (1, 0, None, 5.0)]
+    samples = [
+        Sample(str(i), tokens=[1, 2], loss_mask=[0.0, 1.0], reward=reward, group_index=group, index=index, seat=seat)
+        for i, (group, index, seat, reward) in enumerate(rows)
+    ]
+    batch = RolloutBatch.from_samples(samples)
+
+    def find(**options: Any) -> list[float]:
+        made = prepare_grpo_batch(batch, batch.rewards, RLTrainingConfig(1, **options))
+        return made["advantages"].tolist()  # type: ignore[no-any-return]
+
+    assert find() == [0.5, 0.5, -2.5, -0.5, 2.5, 0, 0]
+    assert find(estimator="length_weighted") == pytest.approx([1 / 3, 1 / 3, -2.5, -2 / 3, 2.5, 0, 0])
+    seen = list[list[Any]]()
+
+    def number(group: list[Sample]) -> list[float]:
+        seen.append([sample.prompt for sample in group])
+        return [float(i) for i in range(len(group))]
+
+    assert find(advantage_fn=number) == [0, 0, 0, 1, 1, 0, 0]
+    assert seen == [["1", "3"], ["2", "4"], ["6"]], "the last sample of each rollout"
+    batch = RolloutBatch.from_samples(samples[5:])
+    assert find() == [5.0, 5.0], "no groups: reward - baseline"
+
+
 def test_an_unknown_verdict_leaves_the_reward() -> None:
     assert compute_reward(Sample("p", reward=0.7, metadata={"correct": None})) == 0.7
     for correct in ("False", float("nan")):

@@ -12,8 +12,9 @@ import msgspec
 from rollouts.training.advantages import (
     GroupAdvantages,
     compute_advantages,
+    compute_batch_advantages,
     compute_custom_advantages,
-    compute_grouped_advantages,
+    split_positions,
 )
 from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.loops.stepping import (
@@ -111,43 +112,55 @@ def prepare_grpo_batch(batch: RolloutBatch, rewards: Sequence[float], config: RL
 
 
 def batch_advantages(batch: RolloutBatch, rewards: Sequence[float], config: RLTrainingConfig) -> list[float]:
-    """One advantage per sample: of `advantage_fn`, reward - baseline, or group-relative by `estimator`."""
+    """One advantage per sample: of `advantage_fn`, reward - baseline, or group-relative by `estimator`.
+
+    Those of groups compare rollouts as `split_groups` nests them: all samples of a rollout have the same.
+    """
     if len(rewards) != len(batch.tokens):
         raise ValueError(f"{len(rewards)} rewards for {len(batch.tokens)} samples: give one each")
     if not all(map(math.isfinite, rewards)):
         raise ValueError(f"rewards {list(rewards)} contain a value that is not finite: fix the reward function")
-    groups = batch.group_indices or range(len(rewards))
+    groups = split_batch(batch)
     if config.advantage_fn is not None:
-        return custom_advantages(config.advantage_fn, batch, rewards, groups)
-    has_groups = len(set(groups)) < len(groups)
-    estimator = config.estimator or ("mean" if has_groups and not config.baseline else "baseline")
-    if estimator == "baseline":
-        return compute_advantages(rewards, baseline=config.baseline)
-    return compute_grouped_advantages(
-        rewards,
-        groups,
-        baseline=estimator,  # type: ignore[arg-type]
-        std="group" if config.advantage_std else "none",
-        lengths=batch.response_lengths,
+        table = custom_advantages(config.advantage_fn, batch, rewards, groups)
+    else:
+        has_groups = any(len(group) > 1 for group in groups)
+        estimator = config.estimator or ("mean" if has_groups and not config.baseline else "baseline")
+        if estimator == "baseline":
+            return compute_advantages(rewards, baseline=config.baseline)
+        table = compute_batch_advantages(
+            [[rewards[rollout[0]] for rollout in group] for group in groups],
+            baseline=estimator,  # type: ignore[arg-type]
+            std="group" if config.advantage_std else "none",
+            lengths=[[sum(batch.response_lengths[i] for i in rollout) for rollout in group] for group in groups],
+        )
+    advantages = [0.0] * len(rewards)
+    for group, values in zip(groups, table, strict=True):
+        for rollout, value in zip(group, values, strict=True):
+            for i in rollout:
+                advantages[i] = value
+    return advantages
+
+
+def split_batch(batch: RolloutBatch) -> list[list[list[int]]]:
+    """`split_groups` of the positions in a batch; a sample without an index is a rollout of its own."""
+    groups = batch.group_indices or range(len(batch.tokens))
+    samples = batch.samples or [Sample(prompt="")] * len(batch.tokens)
+    return split_positions(
+        (group, sample.seat, (i,) if sample.index is None else sample.index)
+        for i, (group, sample) in enumerate(zip(groups, samples, strict=True))
     )
 
 
 def custom_advantages(
-    function: GroupAdvantages, batch: RolloutBatch, rewards: Sequence[float], groups: Sequence[Any]
-) -> list[float]:
-    """`function` of every group, whose samples have these rewards, in the order of the batch."""
+    function: GroupAdvantages, batch: RolloutBatch, rewards: Sequence[float], groups: list[list[list[int]]]
+) -> list[list[float]]:
+    """`function` of every group: of the last sample of each rollout, with its reward."""
     if not batch.samples:
         raise ValueError("advantage_fn needs the samples of a batch, which has none")
-    members: dict[Any, list[int]] = {}
-    for i, group in enumerate(groups):
-        batch.samples[i].reward = rewards[i]
-        members.setdefault(group, []).append(i)
-    advantages = [0.0] * len(rewards)
-    for places in members.values():
-        values = compute_custom_advantages(function, [batch.samples[i] for i in places])
-        for i, value in zip(places, values, strict=True):
-            advantages[i] = value
-    return advantages
+    for sample, reward in zip(batch.samples, rewards, strict=True):
+        sample.reward = reward
+    return [compute_custom_advantages(function, [batch.samples[rollout[-1]] for rollout in group]) for group in groups]
 
 
 def collate_grpo(items: Sequence[tuple[Sample, float]]) -> dict[str, Tensor]:

@@ -475,6 +475,7 @@ class AsyncRolloutManager:
                 answers[index] = await self._call_generate_fn(prompt, sample_seed(self.seed, group_index, index))
                 if len(answers[index]) == 1 and answers[index][0].status not in (Status.ABORTED, Status.FAILED):
                     answers[index][0].validate()
+                    answers[index][0].index = index  # samples with one index are parts of one rollout
                     return
             raise GroupDropped(next((s.error for s in answers[index] if s.error), DropReason.INCOMPLETE))
 
