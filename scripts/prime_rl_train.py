@@ -380,7 +380,7 @@ def run(config: PrimeRLTrainConfig) -> int:
 
     config = resolved.config
     find_source(config)  # before anything that takes time
-    with open_ranks(config.device) as ranks, ExitStack() as stack:
+    with open_ranks(config.device, config.distributed.backend) as ranks, ExitStack() as stack:
         env = load_environment(config.env_id, resolved.env_args)
         trainer = Trainer(resolved, ranks, env, stack)
         trainer.lock(stack)

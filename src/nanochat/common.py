@@ -55,17 +55,21 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 
 
 @contextmanager
-def open_ranks(device: torch.device | str = "auto") -> Iterator[Ranks]:
-    """Process group from torchrun's variables (nccl or gloo); a single rank without them.
+def open_ranks(device: torch.device | str = "auto", backend: str | None = None) -> Iterator[Ranks]:
+    """Process group from torchrun's variables, nccl on GPUs and gloo on CPUs; a single rank without them.
 
-    RANK without LOCAL_RANK, as by hand, takes the GPU `RANK % GPUs`. `TimeoutError` when the others do not come.
+    A `backend` that is another one is logged. RANK without LOCAL_RANK, as by hand, takes the GPU `RANK % GPUs`.
+    `TimeoutError` when the others do not come.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    where = resolve_device(device)
+    used = "nccl" if where.type == "cuda" else "gloo"
+    if backend not in (None, used):
+        _warn_once(f"distributed.backend is {backend!r}, but collectives on {where.type} use {used}")
     if size == 1:
-        yield Ranks(device=resolve_device(device))
+        yield Ranks(device=where)
         return
     rank = _read_rank(size)
-    where = resolve_device(device)
     if where.type == "cuda":
         local = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
         where = torch.device("cuda", local)
@@ -76,9 +80,7 @@ def open_ranks(device: torch.device | str = "auto") -> Iterator[Ranks]:
     wait_s = int(os.environ.get("NANOCHAT_RENDEZVOUS_S", RENDEZVOUS_S))
     log.info("rank %d waits for %d ranks at %s", rank, size, address)
     try:
-        dist.init_process_group(
-            "nccl" if where.type == "cuda" else "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=wait_s)
-        )
+        dist.init_process_group(used, rank=rank, world_size=size, timeout=timedelta(seconds=wait_s))
     except (dist.DistError, TimeoutError, ValueError) as error:
         raise TimeoutError(
             f"rank {rank} waited {wait_s} s for {size} ranks at {address}: start every rank with the same MASTER_ADDR, "

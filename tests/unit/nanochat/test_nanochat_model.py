@@ -19,7 +19,7 @@ from scripts.tiny_bootstrap import TinyBootstrapConfig, bootstrap, look_for_equa
 
 from nanochat.chat_client import ChatClient
 from nanochat.checkpoint_manager import DIGEST_KEY, find_checkpoint, load_model, save_checkpoint
-from nanochat.common import resolve_device
+from nanochat.common import open_ranks, resolve_device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import build_optimizer
 from nanochat.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, NanochatTokenizer, read_published
@@ -389,3 +389,10 @@ def test_device_names_are_resolved() -> None:
     assert [resolve_device(name).type for name in ("auto", "cuda", "cpu")] == [best, best, "cpu"]
     with pytest.raises(ValueError, match="device 'tpv' is no device"):
         resolve_device("tpv")
+
+
+def test_another_backend_of_collectives_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for backend in (None, "gloo", "nccl"):
+        with open_ranks("cpu", backend) as ranks:
+            assert ranks.size == 1
+    assert caplog.messages == ["distributed.backend is 'nccl', but collectives on cpu use gloo"]
