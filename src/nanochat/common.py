@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from rollouts.training.backends.ranks import Ranks
 
@@ -80,7 +82,11 @@ def open_ranks(device: torch.device | str = "auto", backend: str | None = None) 
     wait_s = int(os.environ.get("NANOCHAT_RENDEZVOUS_S", RENDEZVOUS_S))
     log.info("rank %d waits for %d ranks at %s", rank, size, address)
     try:
-        dist.init_process_group(used, rank=rank, world_size=size, timeout=timedelta(seconds=wait_s))
+        store, rank, size = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=wait_s)))
+        store.set(f"rank {rank}", "connected")
+        store.wait([f"rank {other}" for other in range(size)])
+        store.set_timeout(default_pg_timeout)  # one rank may wait for another's rewards for longer
+        dist.init_process_group(used, store=store, rank=rank, world_size=size)
     except (dist.DistError, TimeoutError, ValueError) as error:
         raise TimeoutError(
             f"rank {rank} waited {wait_s} s for {size} ranks at {address}: start every rank with the same MASTER_ADDR, "

@@ -9,11 +9,14 @@ import math
 import pickle
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from scripts.tiny_bootstrap import TinyBootstrapConfig, bootstrap, look_for_equals
 
@@ -23,6 +26,7 @@ from nanochat.common import open_ranks, resolve_device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import build_optimizer
 from nanochat.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, NanochatTokenizer, read_published
+from prime_rl.runtime.machine import find_free_port
 from rollouts.training.datasets.chat import render_chat
 
 TEXTS = ["the cat sat on the mat 1234", "Answer: B\n", "what's 12 + 30?", "the answer is 42"] * 5
@@ -396,3 +400,28 @@ def test_another_backend_of_collectives_is_logged(caplog: pytest.LogCaptureFixtu
         with open_ranks("cpu", backend) as ranks:
             assert ranks.size == 1
     assert caplog.messages == ["distributed.backend is 'nccl', but collectives on cpu use gloo"]
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_the_limit_of_a_rendezvous_ends_with_it(is_complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, opened = find_free_port(), dict[str, Any]()
+    limit = {"WORLD_SIZE": "2", "RANK": "0", "NANOCHAT_RENDEZVOUS_S": "5" if is_complete else "1"}
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), **limit}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: opened.update(options))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+
+    def connect() -> None:
+        store = dist.TCPStore("localhost", port, 2, is_master=False, timeout=timedelta(seconds=5))
+        if is_complete:
+            store.set("rank 1", "")
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(connect)
+        if not is_complete:
+            with pytest.raises(TimeoutError, match="rank 0 waited 1 s for 2 ranks"), open_ranks("cpu"):
+                pass
+            return
+        with open_ranks("cpu") as ranks:
+            assert (ranks.rank, ranks.size) == (0, 2)
+    assert "timeout" not in opened and opened["store"].timeout > timedelta(minutes=10)
