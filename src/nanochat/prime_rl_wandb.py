@@ -17,6 +17,7 @@ from nanochat.env_file import read_variable
 from nanochat.wandb_login import is_logged_in
 from rollouts.training.files import replace_file
 from rollouts.training.metrics import JSONLLogger, load_jsonl
+from rollouts.training.types import as_plain
 
 DEFAULT_TAGS = ("prime-rl", "nanochat", "aquarat", "reinforcement-learning")
 SUMMARY_FILE, FIGURES_DIR = "summary.json", "viz"
@@ -193,6 +194,7 @@ class OfflineWandbRun:
     def __init__(self, directory: Path, name: str, config: Mapping[str, Any] | None = None) -> None:
         self.directory, self.name, self.config = Path(directory), name, dict(config or {})
         self.summary: dict[str, float] = {}
+        self._next_step = 0
         self._lines = JSONLLogger(self.directory)
 
     @property
@@ -209,11 +211,17 @@ class OfflineWandbRun:
             replace_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
         for row in kept:
             self.summary |= {name: value for name, value in row.items() if name != "timestamp" and value is not None}
+        self._next_step = int(self.summary.get("step", -1)) + 1
 
-    def log(self, data: Mapping[str, Any]) -> None:
-        """Append a line of metrics, and write other values as figures."""
-        step = int(data.get("step", self.summary.get("step", -1) + 1))
-        numbers = {k: v for k, v in data.items() if k != "step" and isinstance(v, (int, float))}
+    def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        """Append a line of metrics, and write other values as figures.
+
+        The step is that of `data`, else `step`, else the one after the last; with `commit` False the next call without
+        a step has the same one, as in a Weights & Biases run.
+        """
+        step = int(data.get("step", self._next_step if step is None else step))
+        self._next_step = step if commit is False else step + 1
+        numbers = {k: number for k, v in data.items() if k != "step" and (number := _as_number(v)) is not None}
         if numbers:
             self._lines.log(numbers, step)
         self.summary |= {"step": step, **numbers}
@@ -235,7 +243,17 @@ class OfflineWandbRun:
             # One local copy of the library: the pages work without a network.
             value.write_html(str(path.with_name(path.name + ".html")), include_plotlyjs="directory")
         else:
-            path.with_name(path.name + ".json").write_bytes(msgspec.json.encode(value))
+            path.with_name(path.name + ".json").write_bytes(msgspec.json.encode(value, enc_hook=as_plain))
+
+
+def _as_number(value: Any) -> int | float | None:
+    """The number that a value is, or that a tensor or an array holds; None for others."""
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError):  # it has several elements
+            return None
+    return value if isinstance(value, (int, float)) else None
 
 
 def setup_prime_rl_wandb(

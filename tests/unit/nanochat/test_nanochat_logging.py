@@ -351,6 +351,20 @@ def test_a_resumed_run_keeps_its_earlier_summary(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text()) == {"step": 3, "a": 2.0, "b": 5.0, "c": 4.0}
 
 
+def test_a_local_run_takes_what_a_wandb_run_takes(tmp_path: Path) -> None:
+    run = OfflineWandbRun(tmp_path, "x")
+    run.log({"a": torch.tensor(0.5), "b": np.float32(0.25), "c": torch.tensor([2]), "d": 1}, step=4)
+    run.log({"e": np.arange(2), "f": "text"}, commit=False)
+    run.log({"a": 3.0})
+    run.log({"a": 4.0})
+    run.finish()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [{name: value for name, value in line.items() if name != "timestamp"} for line in lines]
+    assert found == [{"step": 4, "a": 0.5, "b": 0.25, "c": 2, "d": 1}, {"step": 5, "a": 3.0}, {"step": 6, "a": 4.0}]
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"step": 6, "a": 4.0, "b": 0.25, "c": 2, "d": 1}
+    assert [json.loads((tmp_path / f"{name}.json").read_text()) for name in "ef"] == [[0, 1], "text"]
+
+
 @pytest.mark.parametrize(
     ("given", "is_opened"), [("[]", False), ('["none"]', False), ('["wandb"]', True), ('["none", "wandb"]', True)]
 )
