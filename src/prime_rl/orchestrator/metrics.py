@@ -53,10 +53,12 @@ def compute_batch_metrics(samples: list[Sample], *, step: int, version: int, num
     return metrics | _by_environment(rollouts) | _environment_metrics(rollouts)
 
 
-def compute_error_metrics(errors: dict[str, int], num_rollouts: int) -> dict[str, float]:
-    """Failed rollouts as a share of all (`error/mean`) and by error type."""
-    failed = sum(count for kind, count in errors.items() if kind != "RewardError")
-    share = failed / (num_rollouts + failed) if num_rollouts + failed else 0.0
+def compute_error_metrics(errors: dict[str, int], num_failed: int, num_rollouts: int) -> dict[str, float]:
+    """Failed rollouts as a share of all (`error/mean`), and rollouts with an error by its type.
+
+    Environments of verifiers give a rollout whose reward function raised the reward 0: it has an error and is trained.
+    """
+    share = num_failed / (num_rollouts + num_failed) if num_rollouts + num_failed else 0.0
     return {"error/mean": share, **{f"error/{kind}": float(count) for kind, count in sorted(errors.items())}}
 
 

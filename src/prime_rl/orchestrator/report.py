@@ -36,7 +36,7 @@ class Reporter:
         orchestrator, generator = self.orchestrator, self.orchestrator.generator
         rollouts, live = orchestrator.rollouts, orchestrator.version.live
         metrics = compute_batch_metrics(samples, step=step, version=live, num_kept=num_kept)
-        metrics |= compute_error_metrics(generator.take_errors(), int(metrics["progress/samples"]))
+        metrics |= compute_error_metrics(*generator.take_errors(), int(metrics["progress/samples"]))
         metrics["error/quarantined"] = float(orchestrator.buffer.num_quarantined)
         metrics |= compute_group_metrics(rollouts.groups, rollouts.restarts)
         metrics |= compute_token_metrics(rollouts.tokens, rollouts.ready_samples)

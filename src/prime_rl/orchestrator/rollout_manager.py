@@ -45,7 +45,7 @@ class GroupGenerator:
     """Generates one group: runs the rollouts of a prompt, drops failed ones and converts the others to samples.
 
     A failed rollout is retried `max_retries` times. A group without any success is dropped as `ALL_FAILED`, which
-    quarantines its prompt. Failures are counted by error type until `take_errors`.
+    quarantines its prompt. Errors are counted by type until `take_errors`.
     """
 
     environments: Mapping[str, Environment]
@@ -62,6 +62,7 @@ class GroupGenerator:
     tokens: TokenLedger = field(default_factory=TokenLedger, init=False)
     last_error: str | None = field(default=None, init=False)
     _errors: Counter[str] = field(default_factory=Counter, init=False)
+    _num_failed: int = field(default=0, init=False)
 
     async def __call__(self, group_index: int, prompt: Prompt) -> list[Sample]:
         """Samples of the group; raises `GroupDropped` if too few rollouts succeed to be compared."""
@@ -92,10 +93,11 @@ class GroupGenerator:
             raise GroupDropped(find_drop_reason(rollouts))
         return await self._add_teacher_logprobs(group_index, samples, prompt, client)
 
-    def take_errors(self) -> dict[str, int]:
-        """Failed rollouts by type of error since the last call."""
-        errors, self._errors = dict(self._errors), Counter()
-        return errors
+    def take_errors(self) -> tuple[dict[str, int], int]:
+        """Rollouts with an error, by its type, and how many of them failed, since the last call."""
+        taken = dict(self._errors), self._num_failed
+        self._errors, self._num_failed = Counter(), 0
+        return taken
 
     async def _add_teacher_logprobs(
         self, group_index: int, samples: list[Sample], prompt: Prompt, client: Any
@@ -149,6 +151,7 @@ class GroupGenerator:
             samples = []
         if rollout.error is not None:
             self._errors[rollout.error_type or "Error"] += 1
+            self._num_failed += rollout.failed
             self.last_error = f"{rollout.error_type}: {rollout.error}"
         return samples
 

@@ -23,7 +23,7 @@ from prime_rl.orchestrator.buffer import PromptBuffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
 from prime_rl.orchestrator.config import AdvantageConfig, BufferConfig, OrchestratorCkptConfig, OrchestratorConfig
 from prime_rl.orchestrator.filters import build_group_filter
-from prime_rl.orchestrator.metrics import compute_batch_metrics, drop_overlong
+from prime_rl.orchestrator.metrics import compute_batch_metrics, compute_error_metrics, drop_overlong
 from prime_rl.orchestrator.orchestrator import run_orchestrator
 from prime_rl.orchestrator.policy_version import PolicyVersion
 from prime_rl.orchestrator.rollout_manager import build_generator, find_drop_reason
@@ -854,6 +854,19 @@ def test_batch_metrics_in_closed_form() -> None:
     rounded = [scored(0, 0, 0.7 + 0.2 + 0.1), scored(1, 0, 0.3 - 0.1 - 0.2)]
     metrics = compute_batch_metrics(rounded, step=1, version=0, num_kept=2)
     assert metrics["batch/solve_none"] == metrics["batch/solve_all"] == 0.5
+
+
+def test_failed_rewards_count_as_errors_if_the_rollout_failed() -> None:
+    """In an environment of verifiers, a reward function that raises counts as 0, and the rollout is trained."""
+    servers: Any = None
+    generator = build_generator(OrchestratorConfig(), {}, servers)
+    for i, status in enumerate([Status.COMPLETED, Status.COMPLETED, Status.FAILED]):
+        turns = [Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0])]
+        broken = {"error": "bug: KeyError: 'x'", "error_type": "RewardError"} if i else {}
+        generator._to_samples(Rollout(prompt="p", turns=turns, num_turns=1, status=status, **broken), "e", 0, i, 0)
+    expected = {"error/mean": 1 / 3, "error/RewardError": 2.0}
+    assert compute_error_metrics(*generator.take_errors(), num_rollouts=2) == expected
+    assert compute_error_metrics(*generator.take_errors(), num_rollouts=2) == {"error/mean": 0.0}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
