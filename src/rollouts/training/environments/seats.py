@@ -43,7 +43,8 @@ class SeatEnvironment(PlainEnvironment):
 
     `start(row)` begins a game. The calls of each seat become samples of their own, with its reward; the advantage
     compares a seat with the same seat of other games. The reward of a rollout is that of its first trained seat, and
-    every seat has a metric `reward_<seat>`. A game of more than `max_turns` moves is truncated.
+    every seat has a metric `reward_<seat>`. A game of more than `max_turns` moves is truncated; so is one in which the
+    policy's answer was cut off at `max_tokens`, which goes on to its end.
     """
 
     builds_prompts = True
@@ -67,7 +68,7 @@ class SeatEnvironment(PlainEnvironment):
     ) -> None:
         game, frozen, conversations = self.start(row), dict(self.frozen(row)), dict[str, Any]()
         request, completion = build_request(args), list[Message]()
-        num_moves = 0
+        num_moves, is_cut = 0, False
         while (seat := game.seat) is not None and num_moves < self.max_turns:
             other = frozen.get(seat)
             if seat not in conversations:
@@ -77,11 +78,13 @@ class SeatEnvironment(PlainEnvironment):
             if args.get("seed") is not None:
                 request["seed"] = derive_seed(args["seed"], num_moves)
             answer = await conversations[seat].chat.completions.create(model=name, messages=messages, **request)
-            message = add_reasoning(read_message(answer.choices[0].message), answer.choices[0].message)
+            choice = answer.choices[0]
+            message = add_reasoning(read_message(choice.message), choice.message)
             completion += [*messages[-1:], message] if num_moves else [message]
             num_moves += 1
             if other is None:
                 rollout.num_turns += 1
+                is_cut |= choice.finish_reason == "length"
                 rollout.completion_tokens = add_usage(rollout.completion_tokens, answer)
                 if (turn := read_turn(answer)) is not None:
                     turn.seat = seat
@@ -90,6 +93,8 @@ class SeatEnvironment(PlainEnvironment):
         rollout.completion = completion
         if game.seat is not None:
             rollout.status, rollout.stop_reason = Status.TRUNCATED, "max_turns"
+        elif is_cut:
+            rollout.status, rollout.stop_reason = Status.TRUNCATED, "length"
         state["rewards"], state["frozen"] = game.rewards(), frozen
 
     def _open_frozen(self, client: Any, player: Frozen) -> Any:
