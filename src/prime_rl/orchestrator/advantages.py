@@ -31,8 +31,11 @@ def build_advantages(
         by_env: dict[str | None, list[Sample]] = defaultdict(list)
         for sample in samples:
             env = str(sample.metadata.get("env"))
-            by_env[env if env in own else None].append(sample)
             sample.objective = env if env in with_loss else None
+            if sample.reference_weight:  # its reward is ignored, also in statistics of the batch
+                sample.advantages = [0.0] * len(sample.tokens)
+            else:
+                by_env[env if env in own else None].append(sample)
         for name, part in by_env.items():
             (whole if name is None else own[name])(part)
         for sample in samples if config.reward_kl_key else ():

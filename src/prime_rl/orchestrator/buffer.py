@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -118,15 +118,22 @@ class PromptBuffer:
 
     After n draws each environment has had its ratio of n, to within one. Within an environment rows come in order,
     epoch by epoch. Rows in the easy or hard pool are skipped except for `easy_fraction` and `hard_fraction` of the
-    draws, rows that the curriculum defers are skipped for now, and quarantined rows are never drawn again.
+    draws, rows that the curriculum defers are skipped for now, and quarantined rows are never drawn again. Rows of
+    `references`, environments whose rewards are ignored, are in neither pool.
     """
 
     def __init__(
-        self, environments: Mapping[str, Environment], config: BufferConfig, seed: int, version: PolicyVersion
+        self,
+        environments: Mapping[str, Environment],
+        config: BufferConfig,
+        seed: int,
+        version: PolicyVersion,
+        references: Collection[str] = (),
     ) -> None:
         self.config = config
         self.seed = seed
         self.version = version
+        self.references = references
         self.evicted: Counter[str] = Counter()
         self.envs: list[EnvCursor] = []
         self._rewards: dict[int, float] = {}  # id -> mean reward of its last group, for the curriculum
@@ -181,7 +188,7 @@ class PromptBuffer:
                 self._num_failures.pop(position, None)
                 if self._curriculum is not None:
                     self._rewards[position] = outcome.reward
-                pool = self._pool_for(outcome.reward)
+                pool = None if env.name in self.references else self._pool_for(outcome.reward)
                 if env.move(position - env.first_id, pool) and pool is not None:
                     self.evicted[pool] += 1
 
@@ -273,7 +280,8 @@ def build_buffer(
 ) -> PromptBuffer:
     """Build the prompt buffer of the training environments."""
     seed = config.seed if config.buffer.seed is None else config.buffer.seed
-    return PromptBuffer(environments, config.buffer, seed, version)
+    references = [env.name or env.id for env in config.env if env.teacher == "reference"]
+    return PromptBuffer(environments, config.buffer, seed, version, references)
 
 
 def load_curriculum(path: str | None) -> Curriculum | None:

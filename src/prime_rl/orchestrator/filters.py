@@ -22,11 +22,13 @@ def build_group_filter(config: BufferConfig) -> Callable[[list[Sample]], Awaitab
     """Build a function that returns the first reason to reject a scored group, or None to accept it.
 
     Filters see the last sample of each rollout; they may be async. With several seats, they see one seat at a time, and
-    accept the group if they accept one of them.
+    accept the group if they accept one of them. Reference groups, whose rewards are ignored, are accepted.
     """
     accepts = [(filter_config.name, build_filter(filter_config)) for filter_config in config.filters]
 
     async def reject_reason(samples: list[Sample]) -> str | None:
+        if samples[0].reference_weight:
+            return None
         if config.online_difficulty_filtering and (mean := round(mean_reward(samples), REWARD_DIGITS)) in (0.0, 1.0):
             return DropReason.EASY if mean else DropReason.HARD
         seats = split_groups(samples)

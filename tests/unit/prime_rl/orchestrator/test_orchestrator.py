@@ -786,6 +786,20 @@ def test_environments_have_own_advantages_and_objectives() -> None:
     assert [s.objective for s in samples] == ["a", "a", "b", "b", None, None, None, None]
 
 
+@pytest.mark.parametrize("advantage", [{"std": "batch"}, {"std": "mean"}, {"rewards": {"m": 1.0}}], ids=str)
+def test_references_are_left_out_of_advantages(advantage: dict[str, Any]) -> None:
+    samples = [scored(0, 0, 1.0), scored(0, 1, 0.0)]
+    references = [scored(1, i, -5.0 * i) for i in range(2)]
+    for sample in references:
+        sample.reference_weight, sample.metadata = 0.5, {"env": "r"}
+    assign = build_advantages(OrchestratorConfig.model_validate({"advantage": advantage}))
+    assign([*samples, *references])
+    together = [sample.advantages for sample in samples]
+    assign(samples)
+    assert together == [sample.advantages for sample in samples] and any(samples[0].advantages or [])
+    assert [sample.advantages for sample in references] == [[0.0] * 3] * 2
+
+
 def test_zeroed_rollouts_have_zero_reward_components() -> None:
     advantage = AdvantageConfig(rewards={"m": 1.0})
     config = OrchestratorConfig(zero_truncated_completions=True, advantage=advantage)
@@ -886,6 +900,9 @@ def test_online_difficulty_filtering() -> None:
     assert judge([scored(0, 0, 0.0)]) == "hard"
     assert judge([scored(0, 0, 1.0), scored(0, 1, 0.0)]) is None
     assert judge([scored(0, i, 0.7 + 0.2 + 0.1) for i in range(2)]) == "easy", "1, rounded"
+    reference = scored(0, 0, 1.0)
+    reference.reference_weight = 1.0
+    assert judge([reference]) is None, "its reward is ignored"
     assert judge([scored(0, i, 0.3 - 0.2 - 0.1) for i in range(2)]) == "hard", "0, rounded"
 
 

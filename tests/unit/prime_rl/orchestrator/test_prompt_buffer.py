@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.orchestrator.advantages import shape_rewards
-from prime_rl.orchestrator.buffer import MAX_FAILED_BATCHES, PromptBuffer
+from prime_rl.orchestrator.buffer import MAX_FAILED_BATCHES, PromptBuffer, build_buffer
 from prime_rl.orchestrator.config import BufferConfig, FilterConfig, LengthPenaltyConfig, OrchestratorConfig
 from prime_rl.orchestrator.filters import build_filter, build_group_filter
 from prime_rl.orchestrator.policy_version import PolicyVersion
@@ -122,6 +122,18 @@ def test_easy_and_hard_prompts_are_skipped_and_counted() -> None:
     assert set(draw(buffer, 8)) == {"a2", "a3"}
     buffer.record_outcomes([Outcome(2, 0.9 - 1e-16), Outcome(3, 1.0)])
     assert set(draw(buffer, 8)) == {"a0", "a1", "a2", "a3"}, "with nothing left, all come back"
+
+
+def test_prompts_of_references_are_in_no_difficulty_pool() -> None:
+    envs = [{"id": "a"}, {"id": "b", "teacher": "reference"}]
+    values = {"env": envs, "teacher_model": {"context": "c "}, "buffer": {"easy_threshold": 0.9, "hard_threshold": 0.1}}
+    config = OrchestratorConfig.model_validate(values)
+    buffer = build_buffer(config, {"a": Rows("a", 4), "b": Rows("b", 4)}, PolicyVersion())
+    buffer.record_outcomes([Outcome(position, float(position % 2)) for position in range(8)])
+    assert [env.pool_rows() for env in buffer.envs] == [
+        {"easy": [1, 3], "hard": [0, 2], "quarantined": []},
+        {"easy": [], "hard": [], "quarantined": []},
+    ]
 
 
 def test_pool_fraction_is_drawn_and_pool_is_left() -> None:
@@ -269,6 +281,9 @@ def test_filters_by_name_with_arguments_and_by_import_path() -> None:
     assert judge([sample(0, 0.9), sample(1, 0.5)]) is None
     # a rollout of two samples is one rollout: its reward has no spread of its own
     assert judge([sample(0, 0.9), sample(0, 0.9)]) is None
+    reference = sample(0, 1.0)
+    reference.reference_weight = 1.0
+    assert judge([reference, sample(1, 1.0)]) is None, "its rewards are ignored"
     for name in (f"{__name__}:never", f"{__name__}:never_async"):
         assert group_filter(BufferConfig(filters=[{"name": name}]))([sample(0, 1.0)]) == name
     for config, message in (
