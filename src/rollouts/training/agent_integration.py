@@ -99,10 +99,11 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
 
     So branches of a conversation may alternate, and every sampled token has a mask of 1 in exactly one sample.
 
-    `metadata["chat_request"]` is the chat request of the sample's prompt, if the server rendered it. Turns without
-    sampled tokens are skipped. Turns of several seats are merged seat by seat, each with the reward of its own. Raises
-    `ValueError` if a turn's log-probs and tokens differ in number, or if it was sampled under a grammar: its log-probs
-    are then those of the allowed tokens, not those of the trained policy.
+    `metadata["chat_request"]` is the chat request of the sample's prompt, if the server rendered it, or of its
+    beginning, where the prompt continues an earlier turn as tokens. Turns without sampled tokens are skipped. Turns of
+    several seats are merged seat by seat, each with the reward of its own. Raises `ValueError` if a turn's log-probs
+    and tokens differ in number, or if it was sampled under a grammar: its log-probs are then those of the allowed
+    tokens, not those of the trained policy.
     """
     samples: list[Sample] = []
     for number, turn in enumerate(rollout.turns, start=1):
@@ -124,14 +125,25 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
             samples.append(sample := _open_sample(rollout, group_index, index))
             if turn.seat is not None:
                 sample.seat, sample.reward = turn.seat, rollout.seat_rewards.get(turn.seat, 0.0)
-            if turn.chat_request is not None:
-                sample.metadata = {"chat_request": turn.chat_request}
+            if (chat_request := _find_chat_request(turn, rollout.turns[: number - 1])) is not None:
+                sample.metadata = {"chat_request": chat_request}
         _append_turn(sample, turn)
     return samples
 
 
 def _extends(prompt_ids: list[int], tokens: list[int]) -> bool:
     return prompt_ids[: len(tokens)] == tokens
+
+
+def _find_chat_request(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any] | None:
+    """The chat request of a turn, or of the first turn of the conversation that it continues as tokens."""
+    if turn.chat_request is not None:
+        return turn.chat_request
+    for root in reversed(earlier):
+        is_continued = root.seat == turn.seat and _extends(turn.prompt_ids, [*root.prompt_ids, *root.completion_ids])
+        if is_continued and root.chat_request is not None:
+            return root.chat_request
+    return None
 
 
 def _open_sample(rollout: Rollout, group_index: int | None, index: int | None) -> Sample:

@@ -339,6 +339,27 @@ def test_turns_interleave_while_the_prefix_extends() -> None:
     assert [s.versions for s in samples] == [[(2, 5), (3, 6), (7, 7)], [(3, 7)]]
 
 
+def test_branches_have_the_request_of_their_first_turn() -> None:
+    """Turns that continue a conversation as tokens have none of their own."""
+    request, other = {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "b"}
+    turns = [
+        Turn([1, 2], [3], [-0.3], chat_request=request),
+        Turn([8], [9], [-0.9], chat_request=other),
+        Turn([1, 2, 3, 4], [5], [-0.5]),
+        Turn([1, 2, 3, 6], [7], [-0.7]),
+        Turn([1, 2, 3, 6, 5], [3], [-0.7], seat="b"),
+        Turn([1, 2, 4], [3], [-0.7]),
+    ]
+    samples = rollout_to_samples(rollout_of(*turns))
+    assert [(s.tokens, s.metadata.get("chat_request")) for s in samples] == [
+        ([1, 2, 3, 4, 5], request),
+        ([8, 9], other),
+        ([1, 2, 3, 6, 7], request),
+        ([1, 2, 3, 6, 5, 3], None),
+        ([1, 2, 4, 3], None),
+    ]
+
+
 tokens = st.lists(st.integers(0, 3), max_size=4)
 
 

@@ -346,7 +346,7 @@ class BaselineEvaluator:
                     ]
                 except UnscorableSample:  # such as a prompt beyond the window of the student's server
                     continue
-                if sent == shown:
+                if sent == shown and len(sent) == start:
                     found.append((sample, [*prompt, *sample.tokens[start:]], len(prompt)))
         return found
 

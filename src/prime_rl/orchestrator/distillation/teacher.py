@@ -179,23 +179,28 @@ class Teacher:
         if chat_request is None:
             message = "the prompt messages of this rollout are unknown: the environment does not expose them"
             raise UnscorableSample(SkipReason.PROMPT, message)
-        given = sample.tokens[:start]
         try:
-            await self._check_prompt(given, chat_request, client)
+            given = await self._find_rendered(sample.tokens[:start], chat_request, client)
             default_system = await self.find_default_system(env, chat_request, client)
             prompt = await self.render(self.contexts.insert(env, chat_request, context, default_system), client, given)
         except ValueError as error:
             raise UnscorableSample(SkipReason.PROMPT, str(error)) from error
-        return [*prompt, *sample.tokens[start:]], len(prompt)
+        return [*prompt, *sample.tokens[len(given) :]], len(prompt) + start - len(given)
 
-    async def _check_prompt(self, tokens: list[int], chat_request: Mapping[str, Any], client: Any) -> None:
-        """`ValueError` unless the chat template renders the student's prompt to these tokens."""
-        if tokens == await self.render(chat_request, client):
-            return
-        if tokens != await self._tokenize(chat_request, client):
+    async def _find_rendered(self, tokens: list[int], chat_request: Mapping[str, Any], client: Any) -> list[int]:
+        """The beginning of the student's prompt that is the rendered request: all of it, or the first turn's part.
+
+        `ValueError` if the chat template renders the request to other tokens.
+        """
+        rendered = await self.render(chat_request, client)
+        if tokens[: len(rendered)] == rendered:
+            return rendered
+        rendered = await self._tokenize(chat_request, client)
+        if tokens[: len(rendered)] != rendered:
             raise ValueError("the chat template renders this prompt to other tokens than the student's")
         self._prompts.clear()  # the template writes the date, which has changed since
         self._default_systems.clear()
+        return rendered
 
     async def find_default_system(self, env: str, chat_request: Mapping[str, Any], client: Any) -> str:
         """The default system message of the chat template, needed for `system_append`.

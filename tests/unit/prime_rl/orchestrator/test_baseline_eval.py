@@ -353,6 +353,8 @@ def test_samples_of_the_teacher_follow_its_weights(tmp_path: Path, weights: str)
                 Turn([*messages[0]["content"].encode()], [version], [-0.5], chat_request={"messages": messages})
                 for messages in (row["prompt"], later)
             ]
+            for branch in (1, 2):  # both continue the first turn as tokens
+                turns.append(Turn([*turns[0].prompt_ids, version, branch], [version], [-0.5]))
             return [[Rollout(prompt="", reward=1.0, turns=turns)]]
 
         scored.clear()
@@ -361,8 +363,9 @@ def test_samples_of_the_teacher_follow_its_weights(tmp_path: Path, weights: str)
         anyio.run(evaluator.measure, *values, SamplingConfig(), run)
         return list(scored)
 
-    assert measure(0) == [[*b"b", 0]]
-    assert measure(4) == [[*b"b", 0 if weights == "frozen" else 4]]
+    assert measure(0) == [[*b"b", 0, 1, 0]]
+    last = 0 if weights == "frozen" else 4
+    assert measure(4) == [[*b"b", last, 1, last]]
 
 
 def test_prompts_beyond_the_students_window_are_left_out(tmp_path: Path) -> None:
@@ -382,7 +385,8 @@ def test_prompts_beyond_the_students_window_are_left_out(tmp_path: Path) -> None
     evaluator.teacher, evaluator.clients = teacher, ["s"]
     rows, shown = ([{"prompt": [{"content": f"{context}{i}"}]} for i in ("b", "bb")] for context in ("", "C "))
     groups = [
-        [Rollout(prompt="", turns=[Turn([1], [7], [-0.5], chat_request={"messages": row["prompt"]})])] for row in shown
+        [Rollout(prompt="", turns=[Turn([*b"C b"], [7], [-0.5], chat_request={"messages": row["prompt"]})])]
+        for row in shown
     ]
     found = anyio.run(evaluator._swap_prompts, groups, rows, shown)
     assert [tokens for _, tokens, _ in found] == [[*b"b", 7]]

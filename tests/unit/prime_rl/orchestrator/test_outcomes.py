@@ -189,6 +189,17 @@ def test_rollouts_without_a_context_are_kept_unscored() -> None:
     assert sorted(PROMPTS) == ["no 1+1?", "too large 1+1?"]
 
 
+def test_branches_have_the_context_in_their_first_prompt() -> None:
+    """A prompt sent as tokens: a rendered one, its completion, and the next turn."""
+    judge = Teacher(build_contexts({"context": "C "}), PromptScorer([], "m"), "m")
+    tokens = [ord(character) for character in "1+1?2+3?"]
+    sample = Sample("", "5", [*tokens, 9, 8, 7], [0.0] * 8 + [1.0, 0.0, 1.0], index=0)
+    sample.metadata = {"chat_request": {"messages": ROW["prompt"]}}
+    PROMPTS.clear()
+    assert anyio.run(judge.score_group, [sample], "world", ROW, PromptClient()) == [sample]
+    assert PROMPTS == ["C 1+1?2+3?"] and sample.teacher_logprobs == [0.0] * 8 + [-0.5, 0.0, -0.5]
+
+
 class DatedClient(PromptClient):
     """Renders every chat with the date first."""
 
