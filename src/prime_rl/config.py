@@ -205,16 +205,14 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check_critic_has_rewards(self) -> RLConfig:
-        choices = [self.orchestrator.advantage, *(env.advantage for env in self.orchestrator.env)]
-        used = [choice for choice in choices if choice is not None]
-        if self.trainer.critic is not None and any(
-            choice.baseline != "none" or choice.std != "none" or choice.length_weighted_mean or choice.rewards
-            for choice in used
-        ):
-            raise ValueError(
-                "trainer.critic estimates the baseline of each token: set orchestrator.advantage.baseline and std to "
-                '"none", or leave them out'
-            )
+        for key, choice in self.orchestrator.advantages.items() if self.trainer.critic is not None else ():
+            has_baseline = choice.baseline != "none" or choice.std != "none" or choice.length_weighted_mean
+            # The values of a custom function are the rewards of the critic.
+            if choice.import_path is None and (has_baseline or choice.rewards):
+                raise ValueError(
+                    "trainer.critic estimates the baseline of each token: leave out baseline, std, "
+                    f"length_weighted_mean and rewards of orchestrator.{key}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import TrainEnvConfig
 from prime_rl.runtime.machine import check_port_free
 from prime_rl.trainer.config import LoraConfig, TrainConfig
-from rollouts.training.objectives import PRESETS, Objective
+from rollouts.training.objectives import PRESETS, AdvantageChoice, Objective
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "prometheus")
 ANY_ADDRESS = ("0.0.0.0", "::")
@@ -294,6 +294,12 @@ def _derive_advantage(tables: ConfigTables) -> None:
     elif has_critic:
         is_off = tables.is_off("orchestrator.advantage")
         settings = {} if is_off else {"advantage.baseline": "none", "advantage.std": "none"}
+    env_choice = AdvantageChoice("none") if has_critic else choice
+    envs = tables.get("orchestrator.env", [])
+    for env in envs if isinstance(envs, list) else []:
+        has_own = isinstance(env, dict) and isinstance(env.get("advantage"), dict)
+        if has_own and (has_critic or "type" not in (env.get("loss") or {})):
+            _fill_advantage(env, env_choice)
     if choice.drop_equal:
         settings["buffer.filters"] = [{"name": "zero_variance"}]
     if choice.overlong and (unshaped := _find_unshaped_advantage(tables)):
@@ -357,15 +363,22 @@ def _derive_env_losses(tables: ConfigTables) -> None:
         if loss.get("loss_aggregation", preset.loss_aggregation) == "constant" and isinstance(longest, int):
             own.setdefault("max_tokens", longest)
         tables.set("trainer.env_loss", {**tables.section("trainer.env_loss"), name: own}, key)
-        choice, advantage = preset.advantage, env.get("advantage")
+        choice = preset.advantage
         if "type" not in loss or tables.is_section("trainer.critic"):
             continue
         if choice.drop_equal or choice.overlong:
             tables.note(f"{key}.type {preset.name} sets no filter and no overlong penalty: these are for whole runs")
-        if advantage is None or not (advantage.get("import_path") or advantage.get("rewards")):
-            is_role = advantage is not None and advantage.get("baseline") == "role"
-            std = {} if is_role else {"std": choice.std}
-            env["advantage"] = {"baseline": choice.baseline, **std, **(advantage or {})}
+        _fill_advantage(env, choice)
+
+
+def _fill_advantage(env: dict[str, Any], choice: AdvantageChoice) -> None:
+    """Set baseline and deviation of an environment's advantage where they are not given and have an effect."""
+    given = env.get("advantage") or {}
+    if given.get("import_path") or given.get("rewards"):
+        return
+    baseline = {} if given.get("length_weighted_mean") else {"baseline": choice.baseline}
+    std = {} if given.get("baseline") == "role" else {"std": choice.std}  # a role has no group to divide by
+    env["advantage"] = {**baseline, **std, **given}
 
 
 def _derive_lr(tables: ConfigTables) -> None:

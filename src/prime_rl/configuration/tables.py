@@ -96,4 +96,6 @@ def _to_plain(data: Any) -> Any:
     """A copy as plain dicts, so that config objects are treated like parsed text."""
     if isinstance(data, BaseModel):
         return _to_plain(data.model_dump(exclude_unset=True))
+    if isinstance(data, list):
+        return [_to_plain(value) for value in data]
     return {key: _to_plain(value) for key, value in data.items()} if isinstance(data, dict) else data

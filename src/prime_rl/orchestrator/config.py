@@ -270,7 +270,8 @@ class TrainEnvConfig(ContextConfig, EnvConfig):
     as trainer.env_loss. Unset: trainer.loss."""
 
     advantage: AdvantageConfig | None = None
-    """Advantage estimation in this environment; unset: orchestrator.advantage."""
+    """Advantage estimation in this environment; unset: orchestrator.advantage. rl sets baseline and std, where unset,
+    to those of the loss."""
 
 
 class OrchestratorConfig(TrackersConfig):
@@ -404,8 +405,8 @@ class OrchestratorConfig(TrackersConfig):
 
     @model_validator(mode="after")
     def _check_length_penalty(self) -> OrchestratorConfig:
-        for choice in (self.advantage, *(env.advantage for env in self.env)):
-            if choice is None or self.length_penalty is None:
+        for choice in self.advantages.values():
+            if self.length_penalty is None:
                 continue
             is_role = choice.baseline == "role"
             kinds = {"import_path": choice.import_path, "rewards": choice.rewards, "baseline role": is_role}
@@ -421,12 +422,17 @@ class OrchestratorConfig(TrackersConfig):
         return self
 
     @property
-    def reward_kl_key(self) -> str | None:
-        """The first key that subtracts a KL to the reference from rewards; None if there is none."""
+    def advantages(self) -> dict[str, AdvantageConfig]:
+        """The advantage estimators of the run and of its environments, by key."""
         choices = {"advantage": self.advantage} | {
             f"env.{i}.advantage": env.advantage for i, env in enumerate(self.env)
         }
-        return next((f"{name}.kl_coef" for name, choice in choices.items() if choice and choice.kl_coef), None)
+        return {key: choice for key, choice in choices.items() if choice is not None}
+
+    @property
+    def reward_kl_key(self) -> str | None:
+        """The first key that subtracts a KL to the reference from rewards; None if there is none."""
+        return next((f"{key}.kl_coef" for key, choice in self.advantages.items() if choice.kl_coef), None)
 
     @model_validator(mode="after")
     def _check_sampling(self) -> OrchestratorConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import subprocess
@@ -624,6 +625,19 @@ def test_losses_of_environments_reach_the_trainer(tmp_path: Path) -> None:
         RLConfig.model_validate({"orchestrator": {"env": [env]}})
 
 
+def test_partial_advantages_of_environments_follow_the_loss() -> None:
+    partial = [{"kl_coef": 0.1}, {"std": "batch"}, {"baseline": "role"}, {"length_weighted_mean": True}]
+    own = {"import_path": "math:fsum"}
+    envs = [{"id": f"e{i}", "advantage": advantage} for i, advantage in enumerate([*partial, own])]
+    given = copy.deepcopy(envs)
+    settings = {"trainer": {"loss": {"type": "grpo"}}, "orchestrator": {"env": envs, "teacher_model": {}}}
+    config = RLConfig.model_validate(settings)
+    found = [(env.advantage.baseline, env.advantage.std) for env in config.orchestrator.env if env.advantage]
+    group = ("mean", "group")
+    assert found == [group, ("mean", "batch"), ("role", "none"), group, ("mean", "none")]
+    assert envs == given, "the caller's settings stay"
+
+
 def test_the_loss_of_a_taskset_goes_by_its_id() -> None:
     env = {"taskset": {"id": "reverse-text-v1"}, "python": "python3", "loss": {"type": "dapo"}}
     config = RLConfig.model_validate({"orchestrator": {"env": [env, {"id": "reverse-text"}]}})
@@ -637,6 +651,22 @@ def test_a_critic_takes_rewards_without_a_baseline() -> None:
         assert (config.orchestrator.advantage.baseline, config.orchestrator.advantage.std) == ("none", "none")
     with pytest.raises(ValueError, match="estimates the baseline of each token"):
         RLConfig.model_validate({"trainer": {"critic": {}}, "orchestrator": {"advantage": {"baseline": "mean"}}})
+
+
+def test_a_critic_takes_advantages_of_environments() -> None:
+    def build(advantage: dict[str, Any]) -> RLConfig:
+        env = {"id": "a", "loss": {"type": "grpo"}, "advantage": advantage}
+        orchestrator = {"env": [env], "teacher_model": {}} if "kl_coef" in advantage else {"env": [env]}
+        return RLConfig.model_validate({"trainer": {"critic": {}}, "orchestrator": orchestrator})
+
+    found = build({"kl_coef": 0.1}).orchestrator.env[0].advantage
+    assert found is not None and (found.baseline, found.std) == ("none", "none")
+    custom = {"import_path": "math:fsum"}
+    assert build(custom).orchestrator.env[0].advantage is not None
+    RLConfig.model_validate({"trainer": {"critic": {}}, "orchestrator": {"advantage": custom}})
+    for refused in ({"rewards": {"f": 1.0}}, {"std": "group"}, {"length_weighted_mean": True}):
+        with pytest.raises(ValueError, match=r"leave out .* and rewards of orchestrator\.env\.0\.advantage"):
+            build(refused)
 
 
 def test_a_kl_in_the_reward_needs_a_reference_of_its_own() -> None:
