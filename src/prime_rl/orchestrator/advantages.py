@@ -78,10 +78,11 @@ def shape_rewards(
     """Rewards r of one group after the penalty for n sampled tokens, m of them in the longest completion, c = coef:
 
     relative   r / (1 + c n / mean(n)); r (1 + c n / mean(n)) if r < 0  wrong answers (r = 0) are not penalized
-    linear     r - c p n / seq_len,  p = mean(r) within 0..1           no penalty while a prompt is unsolved
+    linear     r - c p min(n / seq_len, 1),  p = mean(r) within 0..1   no penalty while a prompt is unsolved
     overlong   r - c clip((m - (max_tokens - window)) / window, 0, 1)  DAPO, 2503.14476, equation 13
 
-    `completions` are the lengths of the completions of each rollout; `max_tokens` limits each of them.
+    `completions` are the lengths of the completions of each rollout; `max_tokens` limits each of them. A rollout of
+    several samples may have more than `seq_len` tokens.
     """
     if config is None:
         return list(rewards)
@@ -93,7 +94,7 @@ def shape_rewards(
         return [r * factor if r < 0 else r / factor for r, factor in zip(rewards, factors, strict=True)]
     if config.type == "linear":
         solved = min(max(fmean(rewards), 0.0), 1.0)
-        return [r - config.coef * solved * n / seq_len for r, n in zip(rewards, lengths, strict=True)]
+        return [r - config.coef * solved * min(n / seq_len, 1) for r, n in zip(rewards, lengths, strict=True)]
     assert max_tokens is not None, "validated by the config"
     costs = [compute_overlong_penalty(max(rollout, default=0), max_tokens, config.window) for rollout in completions]
     return [r - config.coef * cost for r, cost in zip(rewards, costs, strict=True)]

@@ -101,8 +101,8 @@ class LengthPenaltyConfig(BaseConfig):
     """Length penalty on rewards before advantages are computed; logged rewards are unpenalized."""
 
     type: Literal["relative", "linear", "overlong"] = "relative"
-    """relative: r / (1 + coef * n / mean n of the group), negative r times it; linear: r - coef * pass rate * n /
-    seq_len; overlong: r - coef * the share of the last `window` tokens before max_tokens that the longest
+    """relative: r / (1 + coef * n / mean n of the group), negative r times it; linear: r - coef * pass rate *
+    min(n / seq_len, 1); overlong: r - coef * the share of the last `window` tokens before max_tokens that the longest
     completion of the rollout uses up."""
 
     coef: float = Field(default=0.33, gt=0)

@@ -233,7 +233,7 @@ def _divide(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
 
 def _divide_by_mean(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
     mean = math.fsum(rewards) / len(rewards) if rewards else 0.0
-    if mean < 0:
+    if mean < -STD_FLOOR:
         raise ValueError(f"std mean divides by the mean reward, which is {mean:g}: it needs rewards of at least 0")
     return [value / mean if mean > STD_FLOOR else 0.0 for value in values]
 

@@ -786,6 +786,14 @@ def test_environments_have_own_advantages_and_objectives() -> None:
     assert [s.objective for s in samples] == ["a", "a", "b", "b", None, None, None, None]
 
 
+def test_maxrl_takes_linear_penalties_of_several_samples() -> None:
+    """Each rollout has more sampled tokens than seq_len: the penalty is the mean reward, which rounding may exceed."""
+    values = {"seq_len": 5, "advantage": {"std": "mean"}, "length_penalty": {"type": "linear", "coef": 1.0}}
+    samples = [scored(0, index, reward, 5) for index, reward in ((0, 0.2), (0, 0.2), (1, 0.6), (1, 0.6))]
+    build_advantages(OrchestratorConfig.model_validate(values))(samples)
+    assert [sample.advantages for sample in samples] == [[0.0] * 5] * 4
+
+
 @pytest.mark.parametrize("advantage", [{"std": "batch"}, {"std": "mean"}, {"rewards": {"m": 1.0}}], ids=str)
 def test_references_are_left_out_of_advantages(advantage: dict[str, Any]) -> None:
     samples = [scored(0, 0, 1.0), scored(0, 1, 0.0)]

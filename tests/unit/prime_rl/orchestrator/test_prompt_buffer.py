@@ -306,6 +306,8 @@ def test_length_penalties_in_closed_form() -> None:
     negative = shape_rewards([-1.0, -1.0, 0.5], lengths, LengthPenaltyConfig(coef=0.5), seq_len=100)
     assert negative == pytest.approx([-1.25, -1.75, 0.5 / 1.5]), "longer is never better"
     assert shaped(type="linear", coef=0.3) == pytest.approx([1 - 0.02, 1 - 0.06, -0.04])
+    several = shape_rewards(rewards, [[90, 90], [30], []], LengthPenaltyConfig(type="linear", coef=0.3), seq_len=100)
+    assert several == pytest.approx([1 - 0.2, 1 - 0.06, 0]), "at most that of seq_len"
     assert shaped(type="overlong", coef=1.0, window=20) == pytest.approx([1.0, 0.0, -0.5])
     lengths = [[5, 5, 10, 10], [10, 25], []]
     assert shaped(type="overlong", coef=1.0, window=20) == pytest.approx([1.0, 0.25, 0.0]), "the longest completion"
