@@ -36,7 +36,7 @@ Source = Callable[[Mapping[str, Any], RolloutOutcome | None, Sequence[RolloutOut
 
 
 def read_outcomes(samples: Sequence[Sample]) -> dict[int | None, RolloutOutcome]:
-    """The rollouts of a group by `index`, in that order; parts of one rollout share its outcome."""
+    """The rollouts of a group of one seat by `index`, in that order; parts of one rollout share its outcome."""
     found: dict[int | None, RolloutOutcome] = {}
     for sample in sorted(samples, key=lambda sample: sample.index or 0):
         completion = sample.metadata.get("transcript", sample.response)

@@ -119,12 +119,15 @@ class Teacher:
         """The context of each sample; None: no teacher, "": a teacher without context."""
         if (role := self.contexts.role(env)) != "context":
             return [None if role == "none" else ""] * len(samples)
-        rollouts = read_outcomes(samples)
-        group = list(rollouts.values())
-        if self.contexts.context_from(env) == "feedback":
-            self._feedback.count(env, group)
-        contexts = {index: self.contexts.context_for(env, row, one, group) for index, one in rollouts.items()}
-        return [contexts[sample.index] for sample in samples]
+        contexts = dict[tuple[str | None, int | None], Context | None]()
+        for seat in dict.fromkeys(sample.seat for sample in samples):  # a seat is compared with itself
+            rollouts = read_outcomes([sample for sample in samples if sample.seat == seat])
+            group = list(rollouts.values())
+            if self.contexts.context_from(env) == "feedback":
+                self._feedback.count(env, group)
+            for index, one in rollouts.items():
+                contexts[seat, index] = self.contexts.context_for(env, row, one, group)
+        return [contexts[sample.seat, sample.index] for sample in samples]
 
     def take_metrics(self) -> dict[str, float]:
         """Seconds of teacher scoring, and dropped samples by reason, since the last call."""

@@ -200,6 +200,20 @@ def test_branches_have_the_context_in_their_first_prompt() -> None:
     assert PROMPTS == ["C 1+1?2+3?"] and sample.teacher_logprobs == [0.0] * 8 + [-0.5, 0.0, -0.5]
 
 
+def test_seats_of_a_game_have_contexts_of_their_own() -> None:
+    """A seat is shown the games that it won."""
+    samples = []
+    for index, winner in ((0, "a"), (1, "b"), (2, "b")):
+        for seat in "ab":
+            sample = Sample("", f"{index}{seat}", [*b"1+1?", 9], [0.0] * 4 + [1.0], float(seat == winner), 0, index)
+            sample.seat, sample.metadata = seat, {"chat_request": {"messages": ROW["prompt"]}}
+            samples.append(sample)
+    contexts = build_contexts({"context_from": "sibling", "context_template": "{{demonstration}} "})
+    judge = Teacher(contexts, PromptScorer([], "m"), "m")
+    found = judge._build_contexts(samples, "world", ROW)
+    assert found == [None, found[1], "0a ", "2b ", "0a ", "1b "] and found[1] in ("1b ", "2b ")
+
+
 class DatedClient(PromptClient):
     """Renders every chat with the date first."""
 
