@@ -181,10 +181,7 @@ class RLConfig(BaseConfig):
                 )
             return self
         if teacher is not None and not loss.needs_teacher:
-            raise ValueError(
-                "orchestrator.teacher_model has no effect with trainer.loss.teacher_tau = 0: raise it, or leave the "
-                "section out"
-            )
+            self._check_teacher_is_reference()
         # Without teacher_tau the teacher is only the reference of kl_coef: a copy of the first weights is one.
         if teacher is not None and loss.teacher_tau and not self._teacher_differs():
             raise ValueError(
@@ -194,6 +191,20 @@ class RLConfig(BaseConfig):
         if self.teacher_gpu_ids and self.teacher_inference is None:
             raise ValueError("teacher_gpu_ids is set but rl starts no teacher: remove it")
         return self
+
+    def _check_teacher_is_reference(self) -> None:
+        """Raise `ValueError` unless the only use of the teacher is in reference environments, where both taus are 1."""
+        roles = [env.teacher for env in self.orchestrator.env]
+        if "reference" not in roles:
+            raise ValueError(
+                "orchestrator.teacher_model has no effect with trainer.loss.teacher_tau = 0: raise it, or leave the "
+                "section out"
+            )
+        if "context" in roles:
+            raise ValueError(
+                f'orchestrator.env.{roles.index("context")}.teacher = "context" has no effect with '
+                'trainer.loss.teacher_tau = 0: set it to "none", or raise teacher_tau'
+            )
 
     def _teacher_differs(self) -> bool:
         """Whether the teacher has a context, is a reference for an environment, or is another model."""

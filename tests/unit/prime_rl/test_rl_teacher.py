@@ -231,6 +231,16 @@ def test_references_need_the_weights_before_training(weights: str) -> None:
     assert frozen is not None and frozen.reference is frozen.scorer
 
 
+def test_references_may_be_the_only_use_of_the_teacher() -> None:
+    taus = ("--trainer.loss.adv_tau", "1", "--trainer.loss.teacher_tau", "0")
+    envs = '[{"id": "a", "teacher": "none"}, {"id": "b", "teacher": "reference"}]'
+    first = ("--orchestrator.teacher_model.weights", "frozen")
+    config = parse(*first, *taus, "--orchestrator.env", envs)
+    assert config.orchestrator.teacher_model is not None and config.trainer.loss.needs_teacher is None
+    with pytest.raises(ConfigError, match=r'env\.0\.teacher = "context" has no effect with .*: set it to "none"'):
+        parse(*first, *taus, *ANCHORED)
+
+
 def test_an_external_teacher() -> None:
     config = parse(*CONTEXT, *FAR)
     assert config.teacher_inference is None and config.orchestrator.teacher_model is not None

@@ -132,7 +132,8 @@ def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int, en
 
 def check_teacher(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) -> None:
     """Raise `ValueError` when the teacher log-probs of a batch do not match the loss."""
-    num_scored = sum(sample.teacher_logprobs is not None for sample in samples)
+    # On reference samples both taus are 1, whatever the loss.
+    num_scored = sum(sample.teacher_logprobs is not None and not sample.reference_weight for sample in samples)
     need = loss.needs_teacher
     if num_scored and need is None:
         raise ValueError(

@@ -779,7 +779,7 @@ def test_taus_annealed_to_measured_ratio() -> None:
 def test_reference_loss_is_independent_of_taus(estimator: str) -> None:
     """The loss of reference samples is independent of the taus, and 0 where student and teacher agree."""
     found = {}
-    for tau in (1.0, 0.01):
+    for tau in (1.0, 0.01) if estimator == "full" else (1.0, 0.01, 0.0):
         taus = {"adv_tau": 1.0, "teacher_tau": tau, "student_tau": 2 * tau}
         aim = replace(PRESETS["aipo"], distill=DistillChoice(estimator), **taus)  # type: ignore[arg-type]
         samples = [scored_sample([-1.0, -2.0], [-3.0, -1.5], group_index=i, reference_weight=1.0 - i) for i in range(2)]
@@ -811,7 +811,16 @@ def test_reference_loss_is_independent_of_taus(estimator: str) -> None:
         if estimator == "token":
             assert found[tau][0] == pytest.approx([-2.0, 0.5]), "the teacher's log-prob less the student's"
         assert "reference_kl/mean" in policy_loss(inputs, aim).stats.summary()
-    assert found[1.0][0] == pytest.approx(found[0.01][0]) and found[1.0][1] != pytest.approx(found[0.01][1])
+    assert all(reference == pytest.approx(found[1.0][0]) for reference, _ in found.values())
+    assert found[1.0][1] != pytest.approx(found[0.01][1])
+
+
+def test_references_may_be_the_only_use_of_the_teacher() -> None:
+    reference, plain = scored_sample([-1.0], [-2.0], reference_weight=1.0), scored_sample([-1.0], [])
+    plain.has_teacher, plain.teacher_logprobs = False, None
+    check_batch([reference, plain], LossConfig(), 320)
+    with pytest.raises(ValueError, match=r"set trainer\.loss\.teacher_tau above 0"):
+        check_batch([reference, scored_sample([-1.0], [-2.0])], LossConfig(), 320)
 
 
 @pytest.mark.parametrize(("has_topk", "chosen"), [(True, ("topk+tail", "adaptive")), (False, ("token", "reverse"))])
