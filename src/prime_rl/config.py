@@ -192,6 +192,16 @@ class RLConfig(BaseConfig):
             raise ValueError("teacher_gpu_ids is set but rl starts no teacher: remove it")
         return self
 
+    @model_validator(mode="after")
+    def _check_rewards_are_used(self) -> RLConfig:
+        for i, env in enumerate(self.orchestrator.env):
+            if env.teacher == "none" and not self.trainer.loss.adv_tau:
+                raise ValueError(
+                    f'orchestrator.env.{i}.teacher = "none" trains on rewards alone, whose weight is '
+                    "trainer.loss.adv_tau = 0: raise it, or move the environment to orchestrator.eval.env"
+                )
+        return self
+
     def _check_teacher_is_reference(self) -> None:
         """Raise `ValueError` unless the only use of the teacher is in reference environments, where both taus are 1."""
         roles = [env.teacher for env in self.orchestrator.env]

@@ -273,6 +273,10 @@ def test_teacher_top_logprobs_follow_the_estimator(estimator: str, expected: int
         (["--teacher_gpu_ids", "1"], "teacher_gpu_ids"),
         (["--trainer.loss.teacher_tau", "1"], r"set \[orchestrator.teacher_model\]"),
         ([*CONTEXT, "--trainer.loss.teacher_tau", "0"], "has no effect with"),
+        (
+            [*CONTEXT, "--trainer.loss.adv_tau", "0", "--orchestrator.env.0.teacher", "none"],
+            r'env\.0\.teacher = "none" trains on rewards alone, whose weight is trainer\.loss\.adv_tau = 0: raise it',
+        ),
         ([*CONTEXT, "--orchestrator.teacher_model.eval_baseline"], r"add \[orchestrator.eval\]"),
         (
             [*CONTEXT, "--orchestrator.teacher_model.client.base_url", "http://a/v1", "--teacher_gpu_ids", "1"],

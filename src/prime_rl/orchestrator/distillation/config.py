@@ -57,7 +57,7 @@ class ContextConfig(BaseConfig):
     context_from: ContextFrom | None = None
     """row: one of the four keys below; answer: the reference answer; sibling: a successful other rollout of the group;
     feedback: what the environment put into state["feedback"] of the rollout. Rollouts without such a context keep
-    their advantage alone. Unset: row."""
+    their advantage alone, weighted by adv_tau. Unset: row."""
 
     context: str | None = None
     """Context text."""
