@@ -107,8 +107,10 @@ def policy_loss(inputs: LossInputs, objective: Objective, custom: Custom | None 
         ratio = compute_ratio(inputs, used_ratio, objective.ratio)
         policy, bound = surrogate_loss(ratio, advantage, logprobs, objective)
         bound |= clipped
-        if (weight := weigh_behavior(inputs, objective)) is not None:
+        if (behavior := weigh_behavior(inputs, objective)) is not None:
+            weight, is_capped = behavior
             policy = weight * policy
+            bound |= {"behavior_weight": weight, "is_behavior_capped": is_capped}
     else:
         policy, bound = _check_custom(custom(replace(inputs, advantages=advantage)), active), {}
     # Masked by `where`, not by a product with 0.
@@ -258,14 +260,17 @@ def _measure(inputs: LossInputs, objective: Objective, values: dict[str, Tensor]
     active = inputs.loss_mask > 0
     student, inference = inputs.trainer_logprobs.detach(), inputs.inference_logprobs
     log_ratio = torch.where(active, student - inference, 0.0)
-    used_ratio = torch.where(active, student - inputs.ratio_logprobs, 0.0)
+    kind = _SHOWN_RATIO.get(objective.ratio, objective.ratio)
     mismatch_kl = compute_kl(-log_ratio)  # of KL(sampler || trainer)
     values = {name: value.to(student.dtype) for name, value in values.items()} | {
         "mismatch_kl": mismatch_kl,
-        "importance_ratio": compute_ratio(inputs, used_ratio, _SHOWN_RATIO.get(objective.ratio, objective.ratio)),
+        "importance_ratio": compute_ratio(inputs, log_ratio, kind),
         "trainer_probs": student.exp(),
         "inference_probs": inference.exp(),
     }
+    if inputs.old_logprobs is not None:
+        from_old = torch.where(active, student - inputs.old_logprobs, 0.0)
+        values["proximal_ratio"] = compute_ratio(inputs, from_old, kind)
     if inputs.entropy is not None:
         values["entropy"] = inputs.entropy
     stats = TokenStats.measure(values, active)

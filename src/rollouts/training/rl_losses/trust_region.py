@@ -97,15 +97,19 @@ def compute_gamma_weight(
     return torch.exp(g + k * ratio.log() - g * ratio)
 
 
-def weigh_behavior(inputs: LossInputs, objective: Objective) -> Float[Tensor, " tokens"] | None:
-    """min(old policy / sampler, `behavior_cap`), of a token or a sequence like the ratio; None if they are the same.
+def weigh_behavior(
+    inputs: LossInputs, objective: Objective
+) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]] | None:
+    """min(old policy / sampler, `behavior_cap`), of a token or a sequence like the ratio, and where it is the cap.
 
-    Decoupled PPO, 2110.00641, equation 4, with truncated weights; AReaL, 2505.24298, drops the tokens above its cap.
+    None if old policy and sampler are the same. Decoupled PPO, 2110.00641, equation 4, with truncated weights; AReaL,
+    2505.24298, drops the tokens above its cap.
     """
     if inputs.old_logprobs is None:
         return None
     log_ratio = torch.where(inputs.loss_mask > 0, inputs.old_logprobs - inputs.inference_logprobs, 0.0)
-    return compute_ratio(inputs, log_ratio, objective.ratio).clamp(max=objective.behavior_cap).detach()
+    ratio = compute_ratio(inputs, log_ratio, objective.ratio).detach()
+    return ratio.clamp(max=objective.behavior_cap), ratio > objective.behavior_cap
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

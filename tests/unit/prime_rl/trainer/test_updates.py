@@ -181,13 +181,16 @@ def test_stale_tokens_are_clipped_only_against_the_sampler(stale: tuple[Backend,
     backend, samples = stale
     norm, metrics = first_grad_norm(backend, samples)
     assert norm == 0.0 and metrics["is_clipped/mean"] == 1.0, "all have moved from the sampler by more than clip_high"
+    assert not {"proximal_ratio/mean", "behavior_weight/mean", "is_behavior_capped/mean"} & metrics.keys()
 
 
 def test_recomputed_logprobs_center_the_trust_region(stale: tuple[Backend, list[Sample]]) -> None:
     backend, samples = stale
     norm, metrics = first_grad_norm(backend, samples, old_logprobs="recomputed", behavior_cap=1.5)
     assert norm > 0 and metrics["is_clipped/mean"] == 0.0
-    assert metrics["importance_ratio/min"] == metrics["importance_ratio/max"] == 1.0, "the same forward pass"
+    assert metrics["proximal_ratio/min"] == metrics["proximal_ratio/max"] == 1.0, "the same forward pass"
+    assert metrics["importance_ratio/min"] == pytest.approx(2) == metrics["importance_ratio/max"], "to the sampler"
+    assert metrics["behavior_weight/max"] == 1.5 and metrics["is_behavior_capped/mean"] == 1.0
     assert metrics["loss/mean"] == pytest.approx(-1.5), "weighted by the capped ratio to the sampler, 2"
 
 
