@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -153,14 +154,15 @@ class ServerState:
         return check_token_ids(ids, self.vocab, name, self.max_model_len)
 
     def render(self, body: Json, max_len: int | None = None) -> list[int]:
-        """Render a chat to token ids; cached, so that the requests of a group share one rendering. Thread-safe.
+        """Render a chat to token ids; cached for the day, since templates may write the date, so that the requests of
+        a group share one rendering. Thread-safe.
 
         `ApiError` for one that certainly exceeds `max_len` (default `max_model_len`) tokens.
         """
         max_len = max_len or self.max_model_len
         options = parse_chat(with_defaults(body, self.defaults, chat=True), max_len)
         try:
-            key = hashlib.blake2b(orjson.dumps(options), digest_size=16).digest()
+            key = hashlib.blake2b(orjson.dumps((date.today(), options)), digest_size=16).digest()
             tokens = self._rendered.get(key)
             if tokens is None:
                 tokens = self._render_new(max_len, *options)

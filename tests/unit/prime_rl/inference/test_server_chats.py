@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,24 @@ def test_messages_open_no_role(server: RunningServer) -> None:
     assert ATTACK in text
     raw = server.post("/tokenize", {"prompt": ATTACK}).json()["tokens"]
     assert count_role_tokens(server, raw) == 2, "a prompt that is text is written by its author, tokens included"
+
+
+def test_the_next_day_chats_are_rendered_again(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates may write the date (`strftime_now`)."""
+
+    class Calendar:
+        today_is = date(2026, 1, 31)
+
+        @classmethod
+        def today(cls) -> date:
+            return cls.today_is
+
+    monkeypatch.setattr("prime_rl.inference.service.date", Calendar, raising=False)
+    monkeypatch.setattr(server.service, "_render_new", lambda *chat: [Calendar.today_is.day])
+    body = {"messages": [user("which day?")]}
+    assert [server.service.render(body) for _ in range(2)] == [[31], [31]]
+    monkeypatch.setattr(Calendar, "today_is", date(2026, 2, 1))
+    assert server.service.render(body) == [1]
 
 
 def test_replies_of_an_environment_open_no_role(server: RunningServer) -> None:
