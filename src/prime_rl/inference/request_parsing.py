@@ -208,7 +208,7 @@ def parse_request(
         token_ids=read_flag(body, "return_token_ids", False),
         names_as_ids=read_flag(body, "return_tokens_as_token_ids", False),
         tools=parse_tools(body) if chat else None,
-        single_tool=not read_flag(body, "parallel_tool_calls", True),
+        single_tool=not read_flag(body, "parallel_tool_calls", True) or isinstance(body.get("tool_choice"), dict),
         seeded=seed is not None,
         echo=echo,
         shows_scores=shows_scores,

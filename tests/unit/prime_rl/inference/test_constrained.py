@@ -92,12 +92,15 @@ def test_json_object_and_completions_and_streams(server: RunningServer) -> None:
     assert set(json.loads(text)) == {"ok", "unit"}
 
 
-@pytest.mark.parametrize(("choice", "names"), [("required", {"add", 'say "hi"'}), (NAMED, {"add"})])
-def test_forced_calls_are_valid(server: RunningServer, choice: Any, names: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("choice", "parallel", "names"), [("required", False, {"add", 'say "hi"'}), (NAMED, True, {"add"})]
+)
+def test_forced_calls_are_valid(server: RunningServer, choice: Any, parallel: bool, names: set[str]) -> None:
+    """`required` with `parallel_tool_calls = false`, and a named function, get exactly one call."""
     seen = set()
     for seed in range(8):
-        fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "seed": seed, "temperature": 50}
-        [answer] = chat(server, **fields)["choices"]
+        fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": seed}
+        [answer] = chat(server, **fields, temperature=50)["choices"]
         assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
         [call] = answer["message"]["tool_calls"]
         arguments = json.loads(call["function"]["arguments"])
