@@ -369,7 +369,7 @@ class FakeSGLang:
         name = known(body, {"lora_name", "lora_id"}, {"lora_name"})["lora_name"]
         while self.using[name]:
             await asyncio.sleep(0.01)
-        await self.engine.call(lambda engine: engine.remove_adapter(name))
+        await self.engine.remove_adapter(name)
         return JSONResponse({"success": True, "loaded_adapters": {}})
 
 

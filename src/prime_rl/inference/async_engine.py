@@ -56,7 +56,7 @@ class AsyncEngine:
         self.error: BaseException | None = None
         self.stopping = False
         self.on_failure: Callable[[], None] = lambda: None
-        self._thread = EngineThread(engine, self._on_events, self._fail, BusyIntervalLogger(log))
+        self._thread = EngineThread(engine, self.deliver, self._fail, BusyIntervalLogger(log))
         self._listeners: dict[GenerationRequest, Listener] = {}
 
     def start(self) -> None:
@@ -81,6 +81,14 @@ class AsyncEngine:
         """Run `function` on the engine between two of its steps."""
         self._check()
         return await asyncio.wrap_future(self._thread.call(function))
+
+    def deliver(self, events: list[Event]) -> None:
+        """Pass events of the engine to its requests; called in the engine thread."""
+        self._loop.call_soon_threadsafe(self._dispatch, events)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Unload an adapter and abort its requests, also while generation is paused."""
+        await self.call(lambda engine: self.deliver(engine.remove_adapter(name)))
 
     @property
     def num_requests(self) -> int:
@@ -200,9 +208,6 @@ class AsyncEngine:
             raise EngineStopping
         if self.error is not None:
             raise EngineFailed(f"engine failed: {self.error}") from self.error
-
-    def _on_events(self, events: list[Event]) -> None:
-        self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _dispatch(self, events: list[Event]) -> None:
         for event in events:

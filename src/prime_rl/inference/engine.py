@@ -245,8 +245,8 @@ class GenerationEngine(Protocol):
     def load_adapter(self, name: str, weights: Any, spec: AdapterSpec, /) -> dict[str, str]:
         """Add or replace a LoRA adapter read by the `WeightSource`; returns the digest of every loaded tensor."""
 
-    def remove_adapter(self, name: str) -> None:
-        """Unload an adapter and abort its requests; `ValueError` if it is not loaded."""
+    def remove_adapter(self, name: str) -> list[Event]:
+        """Unload an adapter and abort its requests, as `abort`; `ValueError` if it is not loaded."""
 
     def adapters(self) -> dict[str, AdapterSpec]:
         """Loaded adapters by name."""

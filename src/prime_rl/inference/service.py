@@ -214,7 +214,7 @@ class ServerState:
         compute_digests = engine.load_weights(weights, version)
         self._base = None
         if self._has_policy:
-            engine.remove_adapter(POLICY)
+            self.engine.deliver(engine.remove_adapter(POLICY))
             self._has_policy = False
         return version, compute_digests
 
@@ -271,7 +271,7 @@ class ServerState:
         """Unload an adapter; its requests are aborted."""
         if name not in self.named_adapters():
             raise ApiError(f"no adapter {name!r} is loaded", status=404, param="lora_name")
-        await self.engine.call(lambda engine: engine.remove_adapter(name))
+        await self.engine.remove_adapter(name)
         return {"status": "ok", "lora_name": name}
 
     async def _update(

@@ -170,7 +170,7 @@ class EngineSampling:
 
     async def remove_adapter(self, path: str) -> None:
         """See `SamplingBackend`."""
-        await self.engine.call(lambda engine: engine.remove_adapter(path))
+        await self.engine.remove_adapter(path)
 
 
 class Sampler:

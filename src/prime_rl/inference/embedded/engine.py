@@ -148,7 +148,6 @@ class EmbeddedEngine(InProcessEngineMixin):
         self._lease = lease if can_lease else None
         self._num_threads = torch.get_num_threads()
         self._sequences: dict[GenerationRequest, Sequence] = {}
-        self._aborted: list[Event] = []  # returned by the next step
         self._num_prompt_tokens = self._num_steps = 0
 
     @property
@@ -242,11 +241,11 @@ class EmbeddedEngine(InProcessEngineMixin):
         return digests
 
     @torch.inference_mode()
-    def remove_adapter(self, name: str) -> None:
-        """Unload an adapter; its requests are aborted in the next step. `ValueError` if it is not loaded."""
+    def remove_adapter(self, name: str) -> list[Event]:
+        """Unload an adapter and abort its requests, as `abort`; `ValueError` if it is not loaded."""
         self._adapters.remove(name)
         self._runner.forget_adapter(name)
-        self._aborted += self._abort_all([seq for seq in self._sequences.values() if seq.request.adapter == name])
+        return self._abort_all([seq for seq in self._sequences.values() if seq.request.adapter == name])
 
     def adapters(self) -> dict[str, AdapterSpec]:
         """Loaded adapters by name; in any thread, while others are loaded."""
@@ -258,15 +257,12 @@ class EmbeddedEngine(InProcessEngineMixin):
         return self._abort_all(list(self._sequences.values()))
 
     def has_work(self) -> bool:
-        """Whether a request is queued or running, or has an undelivered output."""
-        return bool(self._sequences or self._aborted)
+        """Whether a request is queued or running."""
+        return bool(self._sequences)
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Run one forward pass: over chunks of pending prompts, of a token of other running sequences, or of both."""
-        if self._aborted:
-            aborted, self._aborted = self._aborted, []
-            return aborted
         batch = self._scheduler.schedule(self._runner.in_flight)
         for seq in batch.admitted:
             seq.mark_version(self._version_of(seq))

@@ -158,11 +158,12 @@ class SGLangGateway:
         self._await(self._load_adapter(name, weights, spec))
         return {}
 
-    def remove_adapter(self, name: str) -> None:
+    def remove_adapter(self, name: str) -> list[Event]:
         """Unload an adapter; running requests finish with it. `ValueError` if it is not loaded."""
         if name not in self._adapters:
             raise ValueError(f"no adapter {name!r} is loaded")
         self._loop.call_soon_threadsafe(self._unload, self._adapters.pop(name))
+        return []
 
     def adapters(self) -> dict[str, AdapterSpec]:
         """Loaded adapters by name."""

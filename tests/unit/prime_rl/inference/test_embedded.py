@@ -754,8 +754,7 @@ def test_concurrent_adapters_match_their_trainers() -> None:
     check_exact(output, {0: models["a"], 7: models["c"]})
     engine.add(requests[2])
     engine.step()
-    engine.remove_adapter("b")
-    (aborted,) = engine.step()
+    (aborted,) = engine.remove_adapter("b")
     assert isinstance(aborted, Output)
     assert aborted.finish_reason == "abort"
     assert list(engine.adapters()) == ["a"]

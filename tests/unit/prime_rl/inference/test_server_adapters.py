@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
 import msgspec
 import pytest
 import torch
-from running_server import RunningServer
+from running_server import DEADLINE_S, RunningServer, wait_until
 
 from prime_rl.client.scoring import PackedScores
 from prime_rl.inference.adapters import read_adapter
@@ -168,6 +169,23 @@ def test_a_named_adapter_is_served_with_the_model(server: RunningServer, backend
     assert (cards["mine"]["parent"], cards["mine"]["version"], cards["tiny-qwen3"]["version"]) == ("tiny-qwen3", 7, 0)
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "mine"}).status_code == 200
     assert server.post("/v1/completions", {"prompt": PROMPT, "model": "mine"}).status_code == 404
+
+
+def test_unloading_ends_the_requests_of_a_paused_server(server: RunningServer, backend: Backend) -> None:
+    assert server.config.output_dir is not None
+    path = publish(backend, server.config.output_dir / "brief", 8)
+    assert server.post("/v1/load_lora_adapter", {"lora_name": "brief", "lora_path": str(path)}).status_code == 200
+    server.post("/pause", {})
+    body = {"prompt": PROMPT, "max_tokens": 1, "model": "brief"}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.post, "/v1/completions", body)
+        try:
+            wait_until(lambda: server.metric("requests_waiting") == 1, "the request to wait")
+            assert server.post("/v1/unload_lora_adapter", {"lora_name": "brief"}).status_code == 200
+            [choice] = waiting.result(DEADLINE_S / 6).json()["choices"]
+        finally:
+            server.post("/resume", {})
+    assert choice["finish_reason"] == "abort"
 
 
 def test_adapters_that_cannot_be_trusted_are_refused(server: RunningServer, backend: Backend) -> None:
