@@ -205,19 +205,8 @@ class Writer:
         return choice
 
     def _end(self, index: int, output: Output, parsed: ParsedRequest) -> Json:
-        """Finish reason, weight versions and, if requested, token ids of a choice."""
-        check_output(output)
-        choice: Json = {
-            "index": index,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-            "versions": output.versions,
-        }
-        if parsed.token_ids:
-            choice["token_ids"] = output.token_ids
-        if output.sampling_support:
-            choice["sampling_support"] = base64.b64encode(output.sampling_support).decode()
-        return choice
+        """Index, end and, if requested, token ids of a choice."""
+        return {"index": index, **describe_end(output)} | ({"token_ids": output.token_ids} if parsed.token_ids else {})
 
 
 @dataclass
@@ -301,6 +290,19 @@ def slice_output(output: Output, start: int) -> StreamUpdate:
     return StreamUpdate(
         output.request, start, output.token_ids[start:], output.logprobs[start:], output.top_logprobs[start:]
     )
+
+
+def describe_end(output: Output) -> Json:
+    """Finish reason, weight versions and, if requested, sampling supports of a choice."""
+    check_output(output)
+    end: Json = {
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "versions": output.versions,
+    }
+    if output.sampling_support:
+        end["sampling_support"] = base64.b64encode(output.sampling_support).decode()
+    return end
 
 
 def usage(prompts: list[list[int]], outputs: list[Output]) -> Json:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from prime_rl.inference.engine import Event, Output, StreamUpdate
 from prime_rl.inference.intake import read_json
 from prime_rl.inference.request_parsing import MAX_NAME_LENGTH, ApiError, Json, ParsedRequest, read_flag
-from prime_rl.inference.responses import check_output, slice_output, usage
+from prime_rl.inference.responses import describe_end, slice_output, usage
 from prime_rl.inference.routes.openai import (
     Job,
     Route,
@@ -51,6 +51,8 @@ async def generate(service: ServerState, request: Request) -> Response:
             raise ApiError("output_mode must be tokens or text", param="output_mode")
         prompt = service.check_prompt(body.get("token_ids"), "token_ids")
         parsed = parse_generation_request(service, _as_completion(service, body, len(prompt)), [prompt], chat=False)
+        if parsed.stream and mode == "text":
+            raise ApiError('output_mode = "text" does not support streaming: set stream to false', param="output_mode")
         job = Job([prompt], parsed, build_checked(service, [prompt], parsed))
         head = {"request_id": _parse_id(body) or service.writer.head("", "generate")["id"]}
         return job, head, mode == "text", read_flag(body, "return_token_ids", False)
@@ -111,18 +113,12 @@ def _choice(index: int, event: StreamUpdate, parsed: ParsedRequest) -> Json:
 
 def _end(output: Output) -> Json:
     """Additional fields of a finished choice."""
-    check_output(output)
     ends = [*(start for start, _ in output.versions), len(output.token_ids)][1:]  # none if it was aborted in the queue
     spans = [
         {"version": str(version), "start": start, "end": end}
         for (start, version), end in zip(output.versions, ends, strict=True)
     ]
-    return {
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
-        "versions": output.versions,
-        "weight_versions": spans,
-    }
+    return {**describe_end(output), "weight_versions": spans}
 
 
 def _entry(token: int, logprob: float, rank: int | None = None) -> Json:

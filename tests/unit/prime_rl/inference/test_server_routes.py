@@ -80,6 +80,10 @@ def test_token_ids_in_and_out(server: RunningServer) -> None:
     unbounded = {"token_ids": PROMPT, "sampling_params": {"stop_token_ids": [plain["token_ids"][0]], "seed": 2}}
     (stopped,) = server.post("/inference/v1/generate", unbounded).json()["choices"]
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", plain["token_ids"][0])
+    filtered = {"max_tokens": 6, "seed": 2, "ignore_eos": True, "top_k": 5, "return_sampling_support": True}
+    (plain,) = server.post("/v1/completions", {"prompt": PROMPT, **filtered}).json()["choices"]
+    (choice,) = server.post("/inference/v1/generate", body | {"sampling_params": filtered}).json()["choices"]
+    assert choice["sampling_support"] == plain["sampling_support"]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,7 @@ def test_token_ids_in_and_out(server: RunningServer) -> None:
     [
         ({"features": {}}, "'features' is not supported"),
         ({"output_mode": "audio"}, "output_mode"),
+        ({"output_mode": "text", "stream": True}, "does not support streaming"),
         ({"token_ids": [-1]}, "token_ids must be below"),
         ({"sampling_params": None}, "sampling_params must be an object"),
         ({"sampling_params": {"structured_outputs": {"json": 1}}}, "unknown field 'structured_outputs'"),
