@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import os
 import time
+from collections.abc import Awaitable, Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from prime_rl.client.multi_turn import MultiTurnClient
     from prime_rl.configuration.sections import ClientConfig
 
+T = TypeVar("T")
 MAX_RETRIES = 3  # after connection errors or overload; a timed-out generation is never resent
 RETRY_AFTER_S = 0.25
 LONGEST_RETRY_S = 1.0
@@ -103,8 +105,8 @@ class InferenceClient:
         """Whether the server accepts prompts as tokens; detected at the first use."""
         self.supports_group_requests = isinstance(self._pool, HttpPool)
         """Whether the server accepts batched chats that differ in their seed; detected at the first use."""
-        self._group_route_seen = False
-        self._score_route_seen = False
+        self._seen_routes: set[str] = set()
+        """Those of the optional routes that have answered."""
         self._turn_ends: dict[bytes, list[int]] = {}
         self._line_breaks: dict[str, list[int]] = {}
         self._batcher = RequestBatcher(self._send_group)
@@ -186,7 +188,7 @@ class InferenceClient:
                 answer = decode_answer(line)
             except (msgspec.MsgspecError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}") from error
-            self._group_route_seen = True
+            self._seen_routes.add(path)
             if answer.status in RETRIED_STATUS or (future := waiting.pop(answer.index, None)) is None or future.done():
                 return
             if answer.status < 300:
@@ -206,36 +208,40 @@ class InferenceClient:
         except ConnectionError:
             return
         except ValueError:
-            self.supports_group_requests = self._group_route_seen
+            self.supports_group_requests = path in self._seen_routes
         else:
-            self.supports_group_requests = self._group_route_seen or reply.status not in NO_SUCH_ROUTE
+            is_seen = path in self._seen_routes
+            self.supports_group_requests = is_seen or not _lacks_route(_bad_status(reply, self.base_url + path))
 
-    async def generate_from_tokens(self, body: dict[str, Any]) -> Any:
-        """The response to a chat whose prompt is `tokens`; None from a server without that route."""
-        import openai
-
-        try:
-            return await self.generate("/chat/completions/tokens", body)
-        except openai.NotFoundError:
-            self.supports_token_prompts = False
-            return None
-
-    async def request_scores(self, body: dict[str, Any]) -> bytes | None:
-        """The packed response of /score; None from a server without that route, or with another one of that name.
+    async def _try_route(
+        self, path: str, response: Awaitable[T], is_missing: Callable[[openai.APIStatusError], bool]
+    ) -> T | None:
+        """The response of an optional route; None from a server without it.
 
         A server that has answered has the route: later errors, such as those of a proxy while it restarts, are raised.
         """
         import openai
 
-        root = self if self.base_url == self.root_url else self._root
         try:
-            scores = await root.request("POST", "/score", body)
+            answer = await response
         except openai.APIStatusError as error:
-            if self._score_route_seen or has_unknown_model(error) or not _lacks_scores(error):
+            if path in self._seen_routes or not is_missing(error):
                 raise
             return None
-        self._score_route_seen = True
-        return scores
+        self._seen_routes.add(path)
+        return answer
+
+    async def generate_from_tokens(self, body: dict[str, Any]) -> Any:
+        """The response to a chat whose prompt is `tokens`; None from a server without that route."""
+        path = "/chat/completions/tokens"
+        answer = await self._try_route(path, self.generate(path, body), _lacks_route)
+        self.supports_token_prompts &= answer is not None
+        return answer
+
+    async def request_scores(self, body: dict[str, Any]) -> bytes | None:
+        """The packed response of /score; None from a server without that route, or with another one of that name."""
+        root = self if self.base_url == self.root_url else self._root
+        return await self._try_route("/score", root.request("POST", "/score", body), _lacks_scores)
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | None:
         """Token ids of `messages` or of a `prompt`; None if the server cannot tokenize them.
@@ -246,15 +252,15 @@ class InferenceClient:
 
         root = self if self.base_url == self.root_url else self._root
         try:
-            answer = msgspec.json.decode(await root.request("POST", "/tokenize", body), type=Tokenized)
-        except openai.NotFoundError:
-            self.supports_token_prompts = False
-            return None
+            answer = await self._try_route("/tokenize", root.request("POST", "/tokenize", body), _lacks_route)
         except openai.BadRequestError as error:
             if describe_failure(error)[0] == "OverlongPrompt":
                 raise
             return None  # the template cannot render these messages: send them unrendered
-        return answer.tokens
+        if answer is None:
+            self.supports_token_prompts = False
+            return None
+        return msgspec.json.decode(answer, type=Tokenized).tokens
 
     async def tokenize_continuation(self, model: str, text: str) -> list[int] | None:
         """Token ids of a text behind another one; None if the server cannot tokenize it.
@@ -439,7 +445,7 @@ def prepare_client() -> None:
     completion_types()
 
 
-def _bad_status(reply: Reply, url: str) -> Exception:
+def _bad_status(reply: Reply, url: str) -> openai.APIStatusError:
     """The `openai` error of a status; its `response.text` is the server's own explanation."""
     import httpx
     import openai
@@ -469,11 +475,16 @@ def has_unknown_model(error: openai.APIStatusError) -> bool:
     return error.status_code == 404 and _read_cause(error).param == "model"
 
 
+def _lacks_route(error: openai.APIStatusError) -> bool:
+    """Whether a server does not have the route of a request."""
+    return error.status_code in NO_SUCH_ROUTE and not has_unknown_model(error)
+
+
 def _lacks_scores(error: openai.APIStatusError) -> bool:
     """Whether a server has no /score as ours; vLLM has one for pairs of texts, which rejects our requests."""
     if error.status_code in REJECTED:
         return _read_cause(error).type != OWN_REJECTION
-    return error.status_code in NO_SUCH_ROUTE
+    return _lacks_route(error)
 
 
 def _no_answer(kind: str, url: str, reason: str) -> Exception:

@@ -377,6 +377,25 @@ def test_a_score_route_that_answered_is_not_missing(status: int) -> None:
         anyio.run(client.request_scores, {"tokens": [1, 2]})
 
 
+@pytest.mark.parametrize("name", ["generate_from_tokens", "tokenize"])
+def test_a_lost_model_or_server_keeps_token_prompts(name: str) -> None:
+    """An adapter that was unloaded, or a proxy of a server that restarts, fails the request and nothing else."""
+    client = RejectingClient("http://127.0.0.1:1")
+    lost_model = http.Reply(404, b'{"error": {"message": "model x is not served", "param": "model", "code": 404}}')
+    for reply in (lost_model, http.Reply(200, b'{"choices": [], "tokens": [1]}'), http.Reply(404, b"no backend")):
+        client.reply = reply
+        with contextlib.nullcontext() if reply.status == 200 else pytest.raises(openai.NotFoundError):
+            assert anyio.run(getattr(client, name), {"tokens": [1, 2]}) is not None
+        assert client.supports_token_prompts
+
+
+@pytest.mark.parametrize("name", ["generate_from_tokens", "tokenize"])
+def test_a_missing_route_ends_token_prompts(name: str) -> None:
+    client = RejectingClient("http://127.0.0.1:1")
+    client.reply = http.Reply(404, b"Not Found")
+    assert anyio.run(getattr(client, name), {"tokens": [1, 2]}) is None and not client.supports_token_prompts
+
+
 def test_tail_mass_of_prompt_logprobs_is_not_zero() -> None:
     rows = [{"5": {"logprob": 0.0, "rank": 1}}, {"5": {"logprob": -1e-7, "rank": 1}, "6": {"logprob": -0.5, "rank": 2}}]
     scored = _from_rows(rows, [5, 6], 1)
