@@ -140,9 +140,12 @@ class Endpoint:
             raise EndpointError(f"{url} returned status {reply.status_code}: {reply.text[:300]}")
         try:
             answer = reply.json()
-            answer["choices"][0]["message"]
+            choice = answer["choices"][0]
+            choice["message"]
         except (ValueError, LookupError, TypeError) as error:
             raise EndpointError(f"{url} did not return a chat completion: {reply.text[:300]}") from error
+        if choice.get("finish_reason") == "abort":
+            raise EndpointError(f"{url} aborted the completion")
         return dict(answer)
 
 

@@ -31,6 +31,7 @@ class FakeEngine:
     version: int = 0
     awaits_weights: bool = False  # restarted: rejects requests until weights are loaded
     latency_s: float = 0.0
+    finish_reason: str = "stop"
     max_model_len: int = 10_000
     fail: Callable[[dict[str, Any]], int | None] = lambda body: None
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +55,7 @@ class FakeEngine:
             return JSONResponse({"error": {"message": message}}, 400)
         text = self.reply(body)[: body.get("max_completion_tokens")]
         ids = [ord(c) for c in text]
-        finish = "length" if len(text) == body.get("max_completion_tokens") else "stop"
+        finish = "length" if len(text) == body.get("max_completion_tokens") else self.finish_reason
         content = [{"token": c, "logprob": -0.5 - i, "bytes": None, "top_logprobs": []} for i, c in enumerate(text)]
         half = len(ids) // 2
         spans = [[0, version]] if self.version == version or not half else [[0, version], [half, self.version]]

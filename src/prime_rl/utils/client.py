@@ -145,7 +145,7 @@ class InferenceClient:
         """The response to a POST as `cast_to`: a completion type of `openai`, any pydantic model, or `dict`."""
         data = await self.request("POST", path, body)
         if getattr(cast_to, "__name__", "") in ("ChatCompletion", "Completion"):
-            return read_completion(data, chat=cast_to.__name__ == "ChatCompletion")
+            return self._read_completion(data, path, chat=cast_to.__name__ == "ChatCompletion")
         return (
             cast_to.model_validate_json(data) if hasattr(cast_to, "model_validate_json") else msgspec.json.decode(data)
         )
@@ -173,7 +173,14 @@ class InferenceClient:
             data = await self._batcher.request(body)
         if data is None:
             data = await self.request("POST", path, body)
-        return read_completion(data, chat=path.startswith("/chat"))
+        return self._read_completion(data, path, chat=path.startswith("/chat"))
+
+    def _read_completion(self, data: bytes, path: str, *, chat: bool) -> Any:
+        """Decode a completion; an aborted one is an error, as of a server that is not ready: nothing ended its text."""
+        completion = read_completion(data, chat=chat)
+        if any(choice.finish_reason == "abort" for choice in completion.choices or ()):
+            raise _bad_status(Reply(NOT_READY, b"the completion was aborted"), self.base_url + path)
+        return completion
 
     async def _send_group(self, body: bytes, waiting: PendingResponses) -> None:
         """Send one request for all pending responses; unanswered ones are requested individually by the caller.

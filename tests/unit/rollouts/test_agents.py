@@ -201,6 +201,12 @@ def test_unreachable_server_sets_status_failed() -> None:
         trajectory_to_sample(trajectory, None)
 
 
+def test_an_aborted_completion_is_a_failure() -> None:
+    with serve(FakeEngine(shout, finish_reason="abort")) as engine:
+        trajectory = run("asyncio", ChatAgent(Endpoint("m", engine.base_url)).rollout, "hi")
+    assert trajectory.status == Status.FAILED and "aborted the completion" in trajectory.error and not trajectory.turns
+
+
 def test_a_slow_server_is_left_after_the_timeout() -> None:
     with serve(FakeEngine(shout, latency_s=5)) as engine:
         trajectory = run("asyncio", ChatAgent(Endpoint("m", engine.base_url, timeout_s=0.2)).rollout, "hi")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from array import array
@@ -102,6 +103,25 @@ def test_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with pytest.raises(openai.APIConnectionError, match=f"no connection to 127.0.0.1:{port}"):
         anyio.run(ask, InferenceClient(f"http://127.0.0.1:{port}/v1"))
+
+
+@pytest.mark.parametrize(
+    "complete",
+    [
+        lambda client: client.chat.completions.create(model="m", messages=MESSAGES),
+        lambda client: client.completions.create(model="m", prompt="hi"),
+        lambda client: client.generate_from_tokens({"tokens": [1, 2]}),
+        lambda client: client.post("/chat/completions", body={}, cast_to=ChatCompletion),
+    ],
+)
+def test_an_aborted_completion_is_an_error(complete: Any) -> None:
+    """Its text, which nothing has ended, must not be scored and trained; the rollout is tried again."""
+    client = RejectingClient("http://127.0.0.1:1/v1")
+    choices = [{"message": {"role": "assistant", "content": "hal"}, "finish_reason": "abort"}]
+    client.reply = http.Reply(200, json.dumps({"choices": choices}).encode())
+    with pytest.raises(openai.InternalServerError, match="the completion was aborted") as error:
+        anyio.run(complete, client)
+    assert error.value.status_code == 503 and client.supports_token_prompts
 
 
 @pytest.mark.parametrize("away", [503, None])
