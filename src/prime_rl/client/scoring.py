@@ -14,6 +14,7 @@ import msgspec
 from prime_rl.utils.client import InferenceClient
 
 FULL = -1
+TOO_LARGE = 413
 MIN_TAIL_MASS = 2.0**-24
 """Resolution of 1 - p in fp32: where the top tokens have more, the mass of the others is unknown, but not 0."""
 
@@ -101,7 +102,16 @@ class TokenScorer:
     ) -> ScoredTokens | None:
         body = {"model": self.model, "tokens": tokens, "start": start, "top": self.top, "temperature": self.temperature}
         body |= {"support": b64encode(support).decode()} if support else {}
-        if (data := await client.request_scores(body)) is None:
+        try:
+            data = await client.request_scores(body)
+        except Exception as error:
+            if getattr(error, "status_code", None) != TOO_LARGE:
+                raise
+            raise ValueError(
+                f"{client.base_url} refuses to score {len(tokens)} tokens with {len(support)} bytes of sampling "
+                f"supports: raise server.max_request_mb of that server, or lower orchestrator.sampling.top_k ({error})"
+            ) from error
+        if data is None:
             return None
         scores = msgspec.msgpack.decode(data, type=PackedScores)
         logprobs = array("f", scores.logprobs).tolist()

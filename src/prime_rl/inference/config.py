@@ -53,9 +53,8 @@ class ServerConfig(BaseConfig):
     allowed_hosts: list[str] = []
     """Additional Host header values accepted without a key, e.g. the name of a reverse proxy."""
 
-    max_request_mb: float | None = Field(default=None, gt=0)
-    """Maximum request body in megabytes; larger ones get HTTP 413 before they are read. Unset: 1 MB plus 32 bytes per
-    token of max_model_len."""
+    max_request_mb: float = Field(default=64.0, gt=0)
+    """Maximum request body in megabytes; larger ones get HTTP 413 before they are read."""
 
     read_timeout: float = Field(default=20.0, gt=0)
     """Timeout in seconds for reading the request head, for its body (extended while the body arrives at 64 KB/s), and

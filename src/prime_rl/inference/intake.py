@@ -14,10 +14,6 @@ from prime_rl.inference.async_engine import ClientGone
 from prime_rl.inference.request_parsing import ApiError, Json, parse_body
 
 T = TypeVar("T")
-SMALLEST_LIMIT_BYTES = 2**20
-BYTES_PER_TOKEN = 32
-"""Body bytes per token: token ids take 7 bytes, natural text 3 to 12; a request may contain several prompts."""
-
 MAX_RESERVED_BYTES = 256 * 2**20
 """Limit on the total size of all bodies being received or processed."""
 
@@ -29,13 +25,6 @@ SMALL_BYTES = 2**17
 
 RESERVED = "prime_rl.reserved"
 RETRY_AFTER_S = 1
-
-
-def max_request_bytes(max_request_mb: float | None, max_model_len: int | None) -> int:
-    """Maximum body size: the configured limit, or several times the size of the longest prompt."""
-    if max_request_mb is not None:
-        return round(max_request_mb * 2**20)
-    return SMALLEST_LIMIT_BYTES + BYTES_PER_TOKEN * (max_model_len or 0)
 
 
 @dataclass

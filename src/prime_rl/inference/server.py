@@ -71,7 +71,7 @@ def build_app(service: ServerState) -> Starlette:
         middleware=[
             Middleware(
                 intake.BodyLimit,
-                max_bytes=intake.max_request_bytes(limits.max_request_mb, service.max_model_len),
+                max_bytes=round(limits.max_request_mb * 2**20),
                 read_timeout_s=limits.read_timeout,
                 answer_error=routes.build_error_response,
             )

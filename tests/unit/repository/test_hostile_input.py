@@ -30,7 +30,7 @@ from prime_rl.configuration.sections import LogConfig
 from prime_rl.deployment.ray_job import read_plan
 from prime_rl.inference.access import Access, build_hosts, check_access
 from prime_rl.inference.config import ServerConfig
-from prime_rl.inference.intake import BodyLimit, max_request_bytes, read_body
+from prime_rl.inference.intake import BodyLimit, read_body
 from prime_rl.inference.request_parsing import ApiError
 from prime_rl.inference.routes.openai import build_error_response
 from prime_rl.inference.tool_parser import parse_hermes, parse_llama
@@ -419,8 +419,15 @@ def test_scores_of_one_request_are_bounded(
     assert reply.status_code == 400 and "raise start, or lower top" in reply.json()["error"]["message"]
 
 
+def test_long_supports_are_read_by_default(server: RunningServer) -> None:
+    """As those of a teacher's sample of 2,000 tokens, each drawn from 1,000."""
+    support = b"\x80\x80\x80\x02" + bytes(2**21)  # of one token: the first 2 ** 21 ids
+    reply = server.post("/score", {"tokens": [5, 6], "support": base64.b64encode(support).decode()})
+    assert reply.status_code == 400 and "the vocabulary size is 320" in reply.json()["error"]["message"]
+
+
 def test_large_texts_do_not_delay_other_requests() -> None:
-    server = RunningServer(None, {"max_model_len": 128}, server={"max_request_mb": 64})
+    server = RunningServer(None, {"max_model_len": 128})
     try:
         with ThreadPoolExecutor(2) as pool:
             bodies = [("/v1/completions", {"prompt": "a b " * 2_000_000}), ("/tokenize", {"prompt": "a" * 8_000_000})]
@@ -548,12 +555,6 @@ def test_all_bodies_together_are_bounded() -> None:
             assert [one.status_code for one in await asyncio.gather(*first)] == [200, 200] and limit.reserved == 0
 
     asyncio.run(main())
-
-
-def test_the_default_limit_of_bodies_follows_the_model() -> None:
-    assert max_request_bytes(None, 128) == 2**20 + 4096
-    assert max_request_bytes(None, 2**17) == 5 * 2**20
-    assert max_request_bytes(3.0, 128) == 3 * 2**20
 
 
 def test_reports_and_pages_show_no_secret(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.async_engine import ClientGone
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.detokenizer import find_special
-from prime_rl.inference.intake import RETRY_AFTER_S, BodyLimit, check_json_type, max_request_bytes, read_body
+from prime_rl.inference.intake import RETRY_AFTER_S, BodyLimit, check_json_type, read_body
 from prime_rl.inference.request_parsing import ApiError, Json, parse_body
 from prime_rl.inference.routes.openai import answer, build_error_response, check_weights
 from prime_rl.inference.tool_parser import MessageParser
@@ -69,7 +69,7 @@ class PrimeRoutes:
         elif scope["type"] == "http":
             if self._limited is None:
                 limits = self.config.server
-                max_bytes = max_request_bytes(limits.max_request_mb, self._max_model_len(scope))
+                max_bytes = round(limits.max_request_mb * 2**20)
                 self._limited = BodyLimit(self._serve, max_bytes, limits.read_timeout, build_error_response)
             await self._limited(scope, receive, send)
         else:

@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletion
 
 from prime_rl.client import http
 from prime_rl.client.http import HttpPool, ensure_open_files, exclude_from_proxies, needs_proxy
-from prime_rl.client.scoring import ScoredTokens, _from_rows
+from prime_rl.client.scoring import ScoredTokens, TokenScorer, _from_rows
 from prime_rl.configuration.sections import ClientConfig
 from prime_rl.utils.client import InferenceClient, _bad_status, build_clients
 
@@ -384,6 +384,14 @@ def test_other_score_routes_count_as_missing(status: int, error: bytes, is_missi
     client.reply = http.Reply(status, error)
     with contextlib.nullcontext() if is_missing else pytest.raises(openai.APIStatusError):
         assert anyio.run(client.request_scores, {"tokens": [1, 2]}) is None
+
+
+def test_scores_beyond_the_body_limit_name_the_key() -> None:
+    """Left out, the longest samples of a run would be missing in its training."""
+    client = RejectingClient("http://127.0.0.1:1")
+    client.reply = http.Reply(413, b'{"error": {"message": "the body exceeds 9 bytes"}}')
+    with pytest.raises(ValueError, match=r"raise server\.max_request_mb .*the body exceeds 9 bytes"):
+        anyio.run(TokenScorer([client], "m").score, [1, 2, 3], 1, b"\x00\x00")
 
 
 @pytest.mark.parametrize("status", [400, 404])
