@@ -18,7 +18,7 @@ MEASURED = (
     "time/", "perf/", "system/", "event_loop_lag", "worker", "generation_ms", "scoring_ms", "inference/", "groups/",
     "tokens/", "progress/ckpt_step", "batch/async_level", "restarts/",
 )  # fmt: skip
-"""Metrics that depend on timing and scheduling."""
+"""Beginnings of the names of metrics that depend on timing and scheduling, as those that end in `/time` do."""
 
 SHOWN = 8
 PLACES = ("output_dir", "base_url", "port", "wandb.name", "wandb.group", "trackio.name", "deployment.name")
@@ -88,7 +88,7 @@ def compare_metrics(a: LocalRun, b: LocalRun) -> Difference | None:
     first: tuple[int, str, float, float] | None = None
     for process in sorted(ours.keys() & theirs.keys()):
         for name in sorted(ours[process].keys() & theirs[process].keys()):
-            if name.startswith(MEASURED):
+            if name.startswith(MEASURED) or name.endswith("/time"):
                 continue
             right = dict(theirs[process][name])
             changed = next(((s, v, right[s]) for s, v in ours[process][name] if s in right and v != right[s]), None)

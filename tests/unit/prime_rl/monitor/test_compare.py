@@ -12,7 +12,7 @@ from page_runs import (
     write_page_run,
 )
 
-from prime_rl.monitor.compare import compare_runs, differences_text, flat_config, is_place
+from prime_rl.monitor.compare import compare_metrics, compare_runs, differences_text, flat_config, is_place
 from prime_rl.monitor.local_runs import open_run
 from prime_rl.monitor.replay import compare, has_step, plan_replay, verdict_text
 from prime_rl.runtime.run_dir import RunDir
@@ -59,6 +59,17 @@ def test_diff_names_the_first_token_metric_and_tensor(tmp_path: Path) -> None:
     append_jsonl(b.metrics_path, [{"step": 2, "process": "trainer", "optim/lr": 9.0}])  # earlier, and later by name
     [metric] = [d for d in compare_runs(a, b) if d.what == "metric"]
     assert metric.step == 2 and "trainer optim/lr" in metric.text
+
+
+def test_the_time_of_an_evaluation_is_not_compared(tmp_path: Path) -> None:
+    a, b = (open_run(write_page_run(tmp_path / name, num_steps=4)) for name in "ab")
+    for run, seconds in ((a, 2.5), (b, 2.75)):
+        scores = {"eval/alpha/avg@2": 0.5, "eval/alpha/time": seconds}
+        append_jsonl(run.metrics_path, [{"step": 4, "process": "orchestrator", **scores}])
+    assert compare_metrics(a, b) is None
+    append_jsonl(b.metrics_path, [{"step": 4, "process": "orchestrator", "eval/alpha/avg@2": 0.75}])
+    metric = compare_metrics(a, b)
+    assert metric is not None and "eval/alpha/avg@2 = 0.5 / 0.75" in metric.text
 
 
 def test_models_and_all_environments_are_compared() -> None:
