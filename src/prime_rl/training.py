@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +56,7 @@ def train(
     `RuntimeError` if the run fails.
     """
     from prime_rl.config import RLConfig
+    from prime_rl.configuration.sources import without_settings
     from prime_rl.rl import rl
     from prime_rl.utils.pydantic_config import parse_settings
 
@@ -78,7 +78,7 @@ def train(
         config = parse_settings(RLConfig, arguments | group, "train", names)
     for line in config.notes:
         sys.stderr.write(f"{line}\n")
-    with _without_settings():
+    with without_settings():
         code = rl(config)
     if code:
         raise RuntimeError(f"the run failed with exit code {code}; logs: {RunDir(config.output_dir).logs}")
@@ -125,16 +125,3 @@ def check_guard(path: Path) -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == train.__name__:
                 where = f"{path.name}:{node.lineno}"
                 raise ValueError(f"worker processes import {path.name} and would train again ({where}): {GUARD}")
-
-
-@contextmanager
-def _without_settings() -> Iterator[None]:
-    """Hide PRIME_ variables, which are part of the configuration already, from the processes of the run."""
-    from prime_rl.configuration.sources import CREDENTIALS, PREFIX
-
-    names = [name for name in os.environ if name.startswith(PREFIX) and not name.startswith(CREDENTIALS)]
-    hidden = {name: os.environ.pop(name) for name in names}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,8 @@ class Arguments:
 def read_environment(builder: ConfigBuilder, environ: Mapping[str, str]) -> list[str]:
     """Merge PRIME_A__B variables into the draft; returns one warning per variable that matches no key."""
     warnings = []
-    names = (name for name in environ if name.startswith(PREFIX) and not name.startswith(CREDENTIALS))
-    paths = {name: _read_name(builder, name) for name in sorted(filter(environ.get, names))}
+    names = filter(environ.get, find_settings(environ))
+    paths = {name: _read_name(builder, name) for name in sorted(names)}
     for name, path in sorted(paths.items(), key=lambda item: not builder.goes_first(item[1])):
         if builder.find(path):
             with builder.collect_errors():
@@ -55,6 +57,21 @@ def read_environment(builder: ConfigBuilder, environ: Mapping[str, str]) -> list
         hint = f"; did you mean {PREFIX}{near.upper().replace('.', '__')}?" if near else ""
         warnings.append(f"{name} is not a key of {builder.prog}, it has no effect{hint}")
     return warnings
+
+
+def find_settings(environ: Mapping[str, str]) -> list[str]:
+    """Names of the variables that may set keys."""
+    return [name for name in environ if name.startswith(PREFIX) and not name.startswith(CREDENTIALS)]
+
+
+@contextmanager
+def without_settings() -> Iterator[None]:
+    """Hide PRIME_ variables from processes that are started meanwhile: the configuration that these get has them."""
+    hidden = {name: os.environ.pop(name) for name in find_settings(os.environ)}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _read_name(builder: ConfigBuilder, name: str) -> KeyPath:

@@ -52,6 +52,7 @@ def resolve_base_urls(config: GenerationConfig) -> tuple[str, ...]:
 @contextmanager
 def start_server(config: GenerationConfig, process: str, options: Mapping[str, Any]) -> Iterator[LocalServer]:
     """Start a local server without waiting for it; its log is `<process>_inference.log`."""
+    from prime_rl.configuration.sources import without_settings
     from prime_rl.runtime.core_lease import DIRECTORY_VARIABLE
     from prime_rl.runtime.machine import find_free_port
     from prime_rl.runtime.process import Supervisor
@@ -64,7 +65,8 @@ def start_server(config: GenerationConfig, process: str, options: Mapping[str, A
     ):
         env = {} if os.environ.get("OMP_NUM_THREADS") else {DIRECTORY_VARIABLE: leases}  # it uses all cores
         argv = build_server_argv(config, {**options, "server.port": port})
-        supervisor.start(f"{process}_inference", argv, env=env)
+        with without_settings():
+            supervisor.start(f"{process}_inference", argv, env=env)
         yield LocalServer(supervisor, port)
 
 

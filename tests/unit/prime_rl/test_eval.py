@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +22,7 @@ from prime_rl.eval.config import EvalConfig
 from prime_rl.eval.eval import EvalJob, build_job, evaluate, evaluate_environment, iter_endpoints, server_options
 from prime_rl.eval.results import format_metrics, format_row, write_results
 from prime_rl.generation import rollout_jobs
-from prime_rl.generation.model_server import build_server_argv
+from prime_rl.generation.model_server import build_server_argv, start_server
 from prime_rl.generation.resume_log import Result, to_result
 from prime_rl.generation.session import GenerationRun
 from prime_rl.runtime.machine import find_free_port
@@ -545,6 +546,30 @@ def test_steps_that_a_run_has_removed_are_skipped(
 
     with pytest.raises(WeightSyncError, match="step_6") if options else nullcontext():
         assert anyio.run(steps) == [5, 7]
+
+
+def test_its_own_server_reads_no_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    class Supervisor:
+        def __init__(self, logs: Path, *, handle_signals: bool) -> None: ...
+
+        def __enter__(self) -> Supervisor:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def start(self, name: str, argv: list[str], *, env: dict[str, str]) -> None:
+            seen.update(os.environ)
+
+    monkeypatch.setattr("prime_rl.runtime.process.Supervisor", Supervisor)
+    monkeypatch.setenv("PRIME_OUTPUT_DIR", "outputs/rl")  # overridden by the option
+    monkeypatch.setenv("PRIME_PARALLEL__TP", "2")  # no key of eval
+    monkeypatch.setenv("PRIME_API_KEY", "secret")
+    with start_server(parse("--model.name", "tiny-qwen3", "--output-dir", str(tmp_path)), "eval", {}):
+        pass
+    assert [name for name in seen if name.startswith("PRIME_")] == ["PRIME_API_KEY"]
+    assert os.environ["PRIME_PARALLEL__TP"] == "2"
 
 
 def test_dtype_and_exactness_of_its_own_server() -> None:
