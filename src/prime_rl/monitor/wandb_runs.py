@@ -20,14 +20,15 @@ HISTORY_ROWS = 10_000
 
 @dataclass(frozen=True)
 class WandbRunHistory:
-    """One run, with the other processes of its group."""
+    """One run, with the other processes of its group and other attempts."""
 
     parts: tuple[Any, ...]
 
     @cached_property
     def histories(self) -> list[tuple[Any, list[dict[str, Any]]]]:
-        """Each part with its rows."""
-        return [(part, part.history(samples=HISTORY_ROWS, pandas=False)) for part in self.parts]
+        """Each part with its rows, oldest first: the last attempt at a step applies."""
+        parts = sorted(self.parts, key=lambda part: str(part.created_at))
+        return [(part, part.history(samples=HISTORY_ROWS, pandas=False)) for part in parts]
 
     @property
     def name(self) -> str:
@@ -132,13 +133,18 @@ def _process(run: Any) -> str:
     return str(getattr(run, "job_type", None) or "")
 
 
+def _experiment(run: Any) -> str:
+    return str(run.name).removesuffix(f"-{_process(run)}")
+
+
 def _siblings(run: Any, grouped: list[Any]) -> list[Any]:
     """The other processes of a run among the runs of its group, which may hold several experiments.
 
-    They carry its name; without a common name they are known where the group has one run of each process.
+    They carry its name, to which `rl` appends that of the process; without a common name they are known where the
+    group has one run of each process.
     """
     others = [other for other in grouped if other.id != run.id]
-    named = [other for other in others if other.name == run.name]
+    named = [other for other in others if _experiment(other) == _experiment(run)]
     if named:
         return named
     kinds = [_process(other) for other in (run, *others)]

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_wandb import KEY, FakeRun, FakeWandb, serve_wandb
@@ -351,6 +352,34 @@ def wandb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeWandb
         yield fake
         reported = "POST /sdk/otel/"  # telemetry of wandb in longer runs
         assert [route for route in fake.refused if not route.startswith(reported)] == [], "only these routes are used"
+
+
+def test_attempts_of_a_named_wandb_run_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rl --wandb.name first` appends the process to the name; the group is shared with another experiment."""
+
+    def logged(name: str, process: str, created: int, metric: str, *values: float) -> SimpleNamespace:
+        history = [{"step": step, metric: value} for step, value in enumerate(values, 1)]
+        return SimpleNamespace(
+            id=f"{name}{created}",
+            path=["ada", "prime-rl", f"{name}{created}"],
+            name=f"{name}-{process}",
+            job_type=process,
+            group="both",
+            created_at=f"2026-01-0{created}T00:00:00",
+            history=lambda **_: history,
+        )
+
+    runs = [
+        logged("first", "trainer", 1, "loss/mean", 4.0, 3.0),
+        logged("first", "orchestrator", 2, "reward/mean", 0.1, 0.2),
+        logged("second", "trainer", 3, "loss/mean", 7.0, 7.0),
+        logged("first", "trainer", 4, "loss/mean", 4.0, 2.0),
+    ]
+    api = SimpleNamespace(run=lambda path: runs[3], runs=lambda path, filters: runs)
+    monkeypatch.setattr(wandb_runs, "_api", lambda entity: api)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    series = wandb_runs.open_run("first4", "ada", "prime-rl").load_series()
+    assert series == {"loss/mean": [(1, 4.0), (2, 2.0)], "reward/mean": [(1, 0.1), (2, 0.2)]}
 
 
 @pytest.mark.timeout(400)
