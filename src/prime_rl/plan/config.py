@@ -137,14 +137,15 @@ class PlanConfig(RLConfig):
 
     @model_validator(mode="after")
     def _check_gpu_count(self) -> PlanConfig:
-        total, serving = self.cluster.num_gpus, 0 if self.inference is None else self.inference.parallel.tp
+        total, serving = self.cluster.num_gpus, self.serving_gpus
+        engines = "inference_gpu_ids" if self.inference_gpu_ids else "inference.parallel.tp"
         sizes = {
             "cluster.trainer_gpus": self.cluster.trainer_gpus,
             "trainer_gpu_ids": len(self.trainer_gpu_ids or []),
             "trainer.parallel": self.trainer.parallel.model_ranks,
         }
         key, training = next((key, size) for key, size in sizes.items() if size)
-        for name, size in ((key, training), ("inference.parallel.tp", serving)):
+        for name, size in ((key, training), (engines, serving)):
             if size > total:
                 raise ValueError(
                     f"cluster.nodes * cluster.gpus_per_node = {total} GPUs are fewer than the {size} of {name}: raise "
@@ -153,9 +154,22 @@ class PlanConfig(RLConfig):
         if total > 1 and training + serving > total:  # a single GPU is shared
             raise ValueError(
                 f"cluster.nodes * cluster.gpus_per_node = {total} GPUs: {training} for training leave no engine of "
-                f"inference.parallel.tp = {serving}"
+                f"{engines} = {self.inference_gpu_ids or serving}"
             )
         return self
+
+    @property
+    def serving_gpus(self) -> int:
+        """GPUs that are not the trainer's: those of inference_gpu_ids, else at least those of one engine."""
+        return 0 if self.inference is None else len(self.inference_gpu_ids or ()) or self.inference.parallel.tp
+
+    @property
+    def teacher_gpus(self) -> int:
+        """GPUs of the teacher's server, if there are as many beside trainer and engines; else it shares some."""
+        server = self.teacher_inference
+        if server is None or server.backend == "sglang":  # that one has its own
+            return 0
+        return len(self.teacher_gpu_ids or ()) or server.parallel.tp * server.parallel.dp
 
     @property
     def prompt_tokens(self) -> int:

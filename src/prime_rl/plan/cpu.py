@@ -1,7 +1,7 @@
 """Estimates for a run on the processor of this machine: time per step, memory and total time.
 
-Times are those of one thread each for trainer and engine. The speed of matrix products and of memory is measured when
-the plan is made, in half a second.
+Times are those of one thread each for the engine and every rank of the trainer. The speed of matrix products and of
+memory is measured when the plan is made, in half a second.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from prime_rl.plan.config import GiB, PlanConfig
 from prime_rl.plan.memory import LOGITS, count_critic, count_models, count_policy
-from prime_rl.plan.shapes import ModelShape
+from prime_rl.plan.shapes import ModelShape, read_shape
 from prime_rl.plan.speed import training_flops
 from prime_rl.runtime.core_lease import MIN_PARAMETERS
 from prime_rl.runtime.machine import find_memory, num_cores
@@ -26,7 +26,7 @@ TRAIN_SHARE, DECODE_SHARE, MEMORY_SHARE = 0.8, 0.5, 0.6
 RUNTIME = 0.5 * GiB
 """Libraries of a process."""
 NUM_PROCESSES = 4
-"""Trainer, engine, orchestrator and environment worker."""
+"""Trainer, engine, orchestrator and environment worker; ranks and a teacher are counted besides."""
 STARTUP_S = 20.0
 
 
@@ -50,6 +50,7 @@ class CpuEstimate:
     overlaps: bool
     trainer_bytes: float
     engine_bytes: float
+    teacher_bytes: float
     memory: float
 
     @property
@@ -62,7 +63,7 @@ class CpuEstimate:
     @property
     def total_bytes(self) -> float:
         """Memory of all processes."""
-        return self.trainer_bytes + self.engine_bytes + (NUM_PROCESSES - 2) * RUNTIME
+        return self.trainer_bytes + self.engine_bytes + self.teacher_bytes + (NUM_PROCESSES - 2) * RUNTIME
 
     @property
     def fits(self) -> bool:
@@ -111,8 +112,11 @@ def find_shortest(run: Callable[[], object]) -> float:
 def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> CpuEstimate:
     """Estimate one step; a group's prompt is computed once, in engine and trainer.
 
-    Without `inference`, the engine is on another machine: only training is estimated.
+    Without `inference`, the engine is on another machine: only training is estimated. The ranks of `trainer.parallel`
+    share the work, and those of a replica its weights; those that split the model share the activations.
     """
+    num_ranks = config.trainer.parallel.num_ranks
+    parallel = config.trainer.parallel.resolve(num_ranks)
     rollouts, completion = config.orchestrator.batch_size, float(config.completion_tokens)
     prompts = rollouts / config.orchestrator.rollouts_per_example * config.prompt_tokens
     tokens = rollouts * completion + prompts
@@ -121,6 +125,7 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     training = tokens * sum(training_flops(config, shape)) / (machine.flops * TRAIN_SHARE)
     num_updates = config.trainer.num_epochs * config.trainer.num_minibatches
     training += num_updates * 28.0 * trained / (machine.bandwidth * MEMORY_SHARE)
+    training /= min(num_ranks, machine.cores)
     concurrent = rollouts if config.inference is None else min(rollouts, config.inference.max_batch_size)
     computed = 2.0 * concurrent * shape.active_parameters / (machine.flops * DECODE_SHARE)
     read = 4.0 * shape.active_parameters / (machine.bandwidth * MEMORY_SHARE)
@@ -134,22 +139,32 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     fixed = 16.0 if config.trainer.ema_decay is not None else 12.0  # weights, two moments, and their average
     cached = rollouts * (config.prompt_tokens + config.longest_completion) * 2.0 * shape.kv_bytes
     at_once = config.trainer.max_concurrent_micro_batches or (2 if shape.parameters >= MIN_PARAMETERS else 1)
-    at_once = min(at_once, machine.cores)
-    held = shape.parameters + (shape.head_parameters if shape.tied else 0)  # the head is packed beside the embedding
+    at_once = min(at_once, machine.cores) if num_ranks == 1 else 1
+    weights = ((fixed + 4.0 * at_once) * trained + 4.0 * frozen) * parallel.dp_replicate
+    activations = at_once * (kept * num_ranks / parallel.model_ranks + LOGITS * num_ranks)
+    engine = count_engine_bytes(shape) + min(cached, machine.memory / 4)
     if config.weight_broadcast.type != "filesystem" or config.weight_broadcast.delta:
-        held += shape.parameters  # the new weights, in memory until they are packed
-    engine = 4.0 * held + min(cached, machine.memory / 4) + RUNTIME
+        engine += 4.0 * shape.parameters  # the new weights, in memory until they are packed
     if config.inference is None:
         generation = update = engine = 0.0
+    teacher = None
+    if (server := config.teacher_inference) is not None:
+        teacher = shape if server.model.name == config.model.name else read_shape(server.model.name)
     return CpuEstimate(
         training=training,
         generation=generation,
         weight_update=update,
         overlaps=config.max_async_level > 0 and machine.cores > 1,
-        trainer_bytes=(fixed + 4.0 * at_once) * trained + 4.0 * frozen + at_once * (kept + LOGITS) + RUNTIME,
+        trainer_bytes=weights + activations + num_ranks * RUNTIME,
         engine_bytes=engine,
+        teacher_bytes=0.0 if teacher is None else count_engine_bytes(teacher),
         memory=machine.memory,
     )
+
+
+def count_engine_bytes(shape: ModelShape) -> float:
+    """Bytes of an engine without the KV cache; a tied head is packed beside the embedding."""
+    return 4.0 * (shape.parameters + (shape.head_parameters if shape.tied else 0)) + RUNTIME
 
 
 def describe_cpu(config: PlanConfig, shape: ModelShape, machine: Machine, estimate: CpuEstimate) -> Iterator[str]:
@@ -162,6 +177,7 @@ def describe_cpu(config: PlanConfig, shape: ModelShape, machine: Machine, estima
     yield ""
     verdict, has_engine = "fits" if estimate.fits else "TOO MUCH", config.inference is not None
     engine = f", engine {estimate.engine_bytes / GiB:.1f}" if has_engine else ""
+    engine += f", teacher {estimate.teacher_bytes / GiB:.1f}" if estimate.teacher_bytes else ""
     yield (
         f"memory              {verdict}: {estimate.total_bytes / GiB:.1f} of {estimate.memory / GiB:.0f} GiB "
         f"(trainer {estimate.trainer_bytes / GiB:.1f}{engine})"
@@ -182,6 +198,8 @@ def describe_cpu(config: PlanConfig, shape: ModelShape, machine: Machine, estima
         yield f"- completions of {config.completion_tokens} tokens are assumed: set workload.completion_tokens"
     if not has_engine:
         yield "- generation is not estimated: inference is off, so the engine is on another machine"
+    if config.orchestrator.teacher_model is not None:
+        yield "- not counted: the time in which the teacher scores samples"
     yield "- times are those of idle cores, often within a factor of two"
     if not estimate.fits:
         yield "- lower trainer.micro_bs or seq_len, set [trainer.model.ac], or train an adapter: [trainer.model.lora]"

@@ -23,7 +23,8 @@ def describe(config: PlanConfig, shape: ModelShape, split: Split) -> Iterator[st
         f", {shape.active_parameters / 1e9:.2f}B per token" if shape.experts else ""
     )
     gpu = "h100 (assumed: cluster.gpu names another)" if cluster.gpu == "auto" else cluster.gpu
-    yield f"{cluster.num_gpus} x {gpu}: {split.trainer_gpus} train ({dims}), {split.engines} engines of {tp}"
+    teacher = f", {split.teacher_gpus} for the teacher" if split.teacher_gpus else ""
+    yield f"{cluster.num_gpus} x {gpu}: {split.trainer_gpus} train ({dims}), {split.engines} engines of {tp}{teacher}"
     yield ""
     yield f"trainer, each GPU   {fits(split.memory)}"
     if config.inference is not None and split.generation is not None:
@@ -46,6 +47,8 @@ def describe(config: PlanConfig, shape: ModelShape, split: Split) -> Iterator[st
     advice = list(advise(config, shape, split))
     yield ""
     yield from (f"- {line}" for line in advice or ["everything fits, and no other split of these GPUs is faster"])
+    if config.orchestrator.teacher_model is not None:
+        yield "- not counted: memory of the teacher's server, and the time in which the teacher scores samples"
 
 
 def fits(memory: MemoryBreakdown) -> str:

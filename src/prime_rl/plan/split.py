@@ -18,6 +18,7 @@ class Split:
 
     trainer_gpus: int
     engines: int
+    teacher_gpus: int
     parallel: ParallelDims
     memory: MemoryBreakdown
     training: Training
@@ -62,18 +63,21 @@ def choose_split(config: PlanConfig, shape: ModelShape) -> Split:
 
 
 def possible_splits(config: PlanConfig, shape: ModelShape, counts: list[int] | None) -> Iterator[Split]:
-    """All splits that the mesh allows and that leave an engine; a single GPU is shared."""
-    total = config.cluster.num_gpus
+    """All splits that the mesh allows and that leave an engine; a single GPU is shared, and by a teacher several."""
+    total, serving = config.cluster.num_gpus, config.serving_gpus
     tp = config.inference.parallel.tp if config.inference is not None else 0
-    for trainers in counts or range(1, max(total - tp, 1) + 1):
+    for trainers in counts or range(1, max(total - serving - config.teacher_gpus, 1) + 1):
         try:
             parallel = config.trainer.parallel.model_copy(update={"dp": None, "dp_shard": None}).resolve(trainers)
         except ValueError:
             continue
-        engines = max((total - trainers) // tp, 1) if tp else 0
+        teacher = config.teacher_gpus if trainers + serving + config.teacher_gpus <= total else 0
+        left = serving if config.inference_gpu_ids else total - trainers - teacher
+        engines = max(left // tp, 1) if tp else 0
         yield Split(
             trainers,
             engines,
+            teacher,
             parallel,
             trainer_memory(config, shape, parallel),
             train(config, shape, parallel, trainers),

@@ -312,6 +312,33 @@ def test_the_split_is_the_fastest_that_fits() -> None:
     assert 0 <= min(chosen.idle.values()) < 0.01, "at level 2 the slower side never waits"
 
 
+TEACHER = "--orchestrator.teacher_model.context x --orchestrator.teacher_model.weights frozen --teacher-inference"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--inference-gpu-ids 0,1", {(n, 2, 0) for n in range(1, 7)}),
+        ("--inference-gpu-ids 0,1 --inference.parallel.tp 2", {(n, 1, 0) for n in range(1, 7)}),
+        (TEACHER, {(n, 7 - n, 1) for n in range(1, 7)}),
+        (f"{TEACHER} --teacher-gpu-ids 6,7 --cluster.trainer-gpus 2", {(2, 4, 2)}),
+        (f"{TEACHER} --cluster.gpus-per-node 2", {(1, 1, 0)}),
+    ],
+)
+def test_gpus_of_engines_and_of_the_teacher_count(line: str, expected: set[tuple[int, int, int]]) -> None:
+    config = parse(f"--model.name Qwen/Qwen3-0.6B --cluster.gpu h100 {line}")
+    counts = None if config.cluster.trainer_gpus is None else [config.cluster.trainer_gpus]
+    splits = list(possible_splits(config, read_shape(config.model.name), counts))
+    assert {(split.trainer_gpus, split.engines, split.teacher_gpus) for split in splits} == expected
+
+
+def test_what_a_teacher_does_is_reported_as_not_counted() -> None:
+    config = parse(f"--model.name Qwen/Qwen3-0.6B --cluster.gpu h100 {TEACHER}")
+    shape = read_shape(config.model.name)
+    text = "\n".join(describe(config, shape, choose_split(config, shape)))
+    assert "1 for the teacher" in text and "- not counted: memory of the teacher's server" in text
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -341,6 +368,8 @@ def test_too_small_cluster_is_rejected() -> None:
         for nodes in (1, 2):
             with pytest.raises(ValueError, match=f"= {nodes} GPUs are fewer than the {nodes + 1} of {key}: raise them"):
                 parse(f"--cluster.gpus-per-node 1 --cluster.nodes {nodes} {option} {nodes + 1}")
+    with pytest.raises(ValueError, match=r"7 for training leave no engine of inference_gpu_ids = \[0, 1\]"):
+        parse("--cluster.trainer-gpus 7 --inference-gpu-ids 0,1")
     assert parse("--cluster.gpus-per-node 1").cluster.num_gpus == 1, "trainer and engine share it"
     config = parse("--trainer.parallel.tp 3 --cluster.trainer-gpus 4")
     with pytest.raises(ValueError, match="multiple that leaves an engine"):
@@ -381,6 +410,21 @@ def test_cpu_estimate_follows_work_and_speed() -> None:
     assert base.trainer_bytes > single.trainer_bytes + 4 * shape.parameters, "a second micro-batch has gradients too"
     delta = estimate_cpu(parse(f"{SMALL_RUN} --trainer.model.dtype bfloat16 --weight-broadcast.delta"), shape, MACHINE)
     assert delta.engine_bytes == base.engine_bytes + 4 * shape.parameters
+
+
+def test_cpu_estimate_counts_every_rank_and_the_teacher() -> None:
+    shape = KNOWN["Qwen/Qwen3-0.6B"]
+    one = estimate_cpu(parse(f"{SMALL_RUN} --trainer.max-concurrent-micro-batches 1"), shape, MACHINE)
+    sharded, replicated, split = (
+        estimate_cpu(parse(f"{SMALL_RUN} --trainer.parallel.{option} 2"), shape, MACHINE)
+        for option in ("dp", "dp-replicate", "tp")
+    )
+    assert sharded.training == replicated.training == split.training == one.training / 2
+    assert replicated.trainer_bytes == pytest.approx(2 * one.trainer_bytes)
+    assert replicated.trainer_bytes == pytest.approx(sharded.trainer_bytes + 16 * shape.parameters)
+    assert one.trainer_bytes < split.trainer_bytes < sharded.trainer_bytes
+    taught = estimate_cpu(parse(f"{SMALL_RUN} --trainer.max-concurrent-micro-batches 1 {TEACHER}"), shape, MACHINE)
+    assert taught.total_bytes > one.total_bytes + 4 * shape.parameters
 
 
 def test_cpu_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
