@@ -254,6 +254,7 @@ def main() -> None:
         "`rl init NAME` writes a new environment with its configuration and test.",
         explain=explain,
         preview=preview,
+        writes=lambda config: config.deployment.type != "kubernetes",  # the output of pods is on another volume
     )
 
 

@@ -88,6 +88,8 @@ def write_files(files: Mapping[str, str], directory: Path) -> None:
 def deploy(layout: Layout, configs: Mapping[str, BaseConfig], deployment: Cluster, out: Path) -> int:
     """Write the files and submit the run; returns the exit code."""
     files = build_files(layout, configs, deployment, out, key=secrets.token_hex(16))
+    if isinstance(deployment, KubernetesDeployment) and out.is_absolute():  # on the claim, which is not mounted here
+        out = out.relative_to(deployment.mount_path)
     directory = RunDir(out.resolve()).deployment
     write_files(files, directory)
     RunDir(out).logs.mkdir(exist_ok=True)

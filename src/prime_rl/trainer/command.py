@@ -61,6 +61,10 @@ def run_trainer(
     def is_submission(config: Any) -> bool:
         return bool(prog == "sft" and config.deployment.type != "local")
 
+    def writes(config: Any) -> bool:
+        on_claim = is_submission(config) and config.deployment.type == "kubernetes"  # a volume of the pods
+        return not config.bench and not on_claim
+
     def find_lock(config: Any) -> str | None:
         is_other_rank = int(os.environ.get("RANK", "0")) > 0
         return None if is_submission(config) or is_other_rank or config.bench else "trainer"
@@ -73,8 +77,8 @@ def run_trainer(
             summary=summary,
             preview=preview,
             check=check,
-            record=build_record,
-            writes=lambda config: not config.bench,
+            record=lambda config: build_record(config) if writes(config) else None,
+            writes=writes,
             locks=find_lock,
         )
     except SystemExit as exit_:

@@ -5,6 +5,7 @@ Clusters that run them are in tests/integration/test_clusters.py.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -272,6 +273,19 @@ def test_output_of_pods_is_on_the_claim() -> None:
     build_files(layout, configs, config.deployment, Path("/shared/run"))
     with pytest.raises(ValueError, match=r"not below deployment\.mount_path /shared"):
         build_files(layout, configs, config.deployment, Path("/data/run"))
+
+
+@pytest.mark.parametrize("module", ["prime_rl.rl", "prime_rl.trainer.sft.train"])
+def test_the_claim_need_not_be_mounted_here(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "submit", lambda *_: "applied")
+    monkeypatch.chdir(tmp_path)
+    mount = tmp_path / "shared"
+    paths = ["--deployment.mount-path", str(mount), "--output-dir", str(mount / "run")]
+    monkeypatch.setattr(sys, "argv", ["x", *MODEL, "--deployment.type", "kubernetes", *KINDS["kubernetes"], *paths])
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(module).main()
+    assert left.value.code == 0 and not mount.exists()
+    assert (tmp_path / "run" / "deployment" / kubernetes.MANIFEST).exists()
 
 
 def test_shell_files_are_shell() -> None:
