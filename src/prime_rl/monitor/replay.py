@@ -127,6 +127,8 @@ def build_command(run: LocalRun, plan: Replay, place: RunDir) -> list[str]:
         argv += [f"--{tracker}", "None"]
     if plan.process == "trainer":
         argv += ["--transport.type", "filesystem"]
+        # Every version is a file.
+        argv += ["--weight-broadcast.type", "filesystem", "--weight-broadcast.delta", "false"]
     if plan.start:
         argv += ["--ckpt.resume-step", str(plan.start)]
     else:

@@ -25,3 +25,13 @@ def test_a_replay_from_step_0_of_a_resumed_run_resumes_nothing(
         command = build_command(LocalRun(run.root), plan, RunDir(tmp_path / "again"))
         config, _ = parse_argv(config_cls, command[3:], process, {})
         assert (config.ckpt and config.ckpt.resume_step) == expected
+
+
+@pytest.mark.parametrize("section", ['type = "gloo"', "delta = true"])
+def test_a_replay_writes_every_version_as_files(section: str, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.config("trainer").parent.mkdir(parents=True)
+    run.config("trainer").write_text(f"[weight_broadcast]\n{section}\n[model]\ndtype = 'bfloat16'\n")
+    command = build_command(LocalRun(run.root), Replay("trainer", 3, 0, ()), RunDir(tmp_path / "again"))
+    config, _ = parse_argv(TrainConfig, command[3:], "trainer", {})
+    assert (config.weight_broadcast.type, config.weight_broadcast.delta) == ("filesystem", False)
