@@ -95,7 +95,7 @@ class LocalRun:
         """Complete evaluations: of versions during the run, and of `eval` in its directory."""
         evaluations = []
         for file in sorted(self.files.evals.rglob("summary.json")):
-            known = re.search(r"step_(\d+)", file.relative_to(self.path).parent.as_posix())
+            known = re.fullmatch(r"step_(\d+)", file.parents[1].name)
             try:
                 step = int(known[1]) if known else read_json_file(file).get("step")
                 evaluations.append(EvalDir(file.parent, file.parent.name, step, file.stat().st_mtime_ns))

@@ -75,6 +75,14 @@ def test_page_data_and_its_updates_add_up(tmp_path: Path) -> None:
     assert build_update(open_run(run_dir), update["offset"])["series"]["curves"] == {}
 
 
+def test_an_environment_may_be_named_like_a_version(tmp_path: Path) -> None:
+    for folder in ("step_5/multi_step_2", "step_3", "two_step_4"):
+        (tmp_path / "evals" / folder).mkdir(parents=True)
+        (tmp_path / "evals" / folder / "summary.json").write_text("{}")
+    found = {place.env: place.step for place in LocalRun(tmp_path).evaluations()}
+    assert found == {"multi_step_2": 5, "step_3": None, "two_step_4": None}
+
+
 def test_updates_tell_of_new_attempts_of_each_process(tmp_path: Path) -> None:
     run = write_page_run(tmp_path / "run", num_steps=3)
     whole = build_page_data(LocalRun(run))
