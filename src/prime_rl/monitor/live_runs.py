@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.monitor.compare import flat_config, is_place
-from prime_rl.monitor.local_runs import LocalRun, complete_lines, find_runs, load_series
+from prime_rl.monitor.local_runs import LocalRun, complete_lines, digest_first_line, find_runs, is_replaced, load_series
 from prime_rl.monitor.page_data import main_metrics, pack_kind, thin
 from prime_rl.monitor.run_kind import SEARCH_METRIC, RunKind, find_kind
 from prime_rl.monitor.run_status import RunStatus, find_status
@@ -51,6 +51,7 @@ class RunCard:
 
     run: LocalRun
     _offset: int = 0
+    _first: str = ""
     _clock: RunClock = field(default_factory=RunClock)
     _points: dict[str, dict[int, tuple[str, float]]] = field(default_factory=dict)
     """Metric -> step -> process and value."""
@@ -98,10 +99,13 @@ class RunCard:
         }
 
     def _read_rows(self) -> None:
-        if self.run.metrics_path.exists() and self.run.metrics_path.stat().st_size < self._offset:
-            self._offset, self._clock, self._points, self._attempts = 0, RunClock(), {}, AttemptSteps()  # replaced
+        path = self.run.metrics_path
+        if path.exists() and is_replaced(path, self._offset, self._first):
+            self._offset, self._clock, self._points, self._attempts = 0, RunClock(), {}, AttemptSteps()
+        if not self._offset:
+            self._first = digest_first_line(path)
         decode = msgspec.json.Decoder(_CardRow).decode
-        for end, line in complete_lines(self.run.metrics_path, self._offset):
+        for end, line in complete_lines(path, self._offset):
             self._offset = end
             try:
                 row = decode(line)

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,18 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
                 return
             start += len(line)
             yield start, line
+
+
+def digest_first_line(path: Path) -> str:
+    """What distinguishes a growing file from that of another run, whose first line has another time; "": no line."""
+    _, line = next(complete_lines(path), (0, b""))
+    return blake2b(line, digest_size=8).hexdigest() if line else ""
+
+
+def is_replaced(path: Path, offset: int, first: str) -> bool:
+    """Whether a file that was read up to `offset`, when `first` was the digest of its first line, is now another."""
+    size = path.stat().st_size if path.exists() else 0
+    return not 0 <= offset <= size or (offset > 0 and digest_first_line(path) != first)
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import msgspec
 from prime_rl.monitor.checks import run_checks
 from prime_rl.monitor.distillation import TEACHER_METRICS, read_scores
 from prime_rl.monitor.explain import Finding, Lanes, explain, waiting_shares
-from prime_rl.monitor.local_runs import LocalRun, complete_lines
+from prime_rl.monitor.local_runs import LocalRun, complete_lines, digest_first_line
 from prime_rl.monitor.logs import find_alerts
 from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
 from prime_rl.monitor.run_status import find_status
@@ -50,7 +50,8 @@ def read_rows(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
 
 
 def build_page_data(run: LocalRun) -> dict[str, Any]:
-    """All data but the rollouts; `offset` is the start for `build_update`."""
+    """All data but the rollouts; `offset` is the start for `build_update` while the first line is `first`."""
+    first = digest_first_line(run.metrics_path)
     rows, offset = read_rows(run.metrics_path)
     current = keep_last_attempts(rows)
     table, lanes = read_series(current), read_lanes(current)
@@ -71,6 +72,7 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
             "written": time.time(),
         },
         "offset": offset,
+        "first": first,
         "attempts": last_attempts(rows),
         "series": pack_series(table),
         "lanes": pack_lanes(lanes),
@@ -137,9 +139,10 @@ def explain_run(run: LocalRun) -> list[Finding]:
 
 def build_update(run: LocalRun, offset: int) -> dict[str, Any]:
     """Points and intervals logged since `offset`."""
+    first = digest_first_line(run.metrics_path)
     rows, end = read_rows(run.metrics_path, offset)
     series, lanes = pack_series(read_series(rows)), pack_lanes(read_lanes(rows))
-    return {"offset": end, "attempts": last_attempts(rows), "series": series, "lanes": lanes}
+    return {"offset": end, "first": first, "attempts": last_attempts(rows), "series": series, "lanes": lanes}
 
 
 def last_attempts(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:

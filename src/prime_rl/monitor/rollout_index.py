@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from prime_rl.monitor.local_runs import EvalDir, LocalRun, complete_lines
+from prime_rl.monitor.local_runs import EvalDir, LocalRun, complete_lines, digest_first_line, is_replaced
 from rollouts.training.metrics import AttemptSteps
 
 Row = TypeVar("Row")
@@ -131,6 +131,7 @@ class RolloutIndex:
         self._shown: dict[int, EvalDir] = {}  # by source; the others were replaced or removed
         self._attempts = AttemptSteps()
         self._offsets: dict[Path, int] = {}
+        self._first = ""  # digest of the first line of training
         self._size = 0
         self._lock = threading.Lock()
         self._db = sqlite3.connect("", check_same_thread=False)  # a temporary file, removed when it is closed
@@ -154,8 +155,8 @@ class RolloutIndex:
 
     def is_outdated(self) -> bool:
         """Whether the rollouts were replaced by those of a new run, so that this index is of no use any more."""
-        read, path = self._offsets.get(self.run.samples_path, 0), self.run.samples_path
-        return read > (path.stat().st_size if path.exists() else 0)
+        path = self.run.samples_path
+        return is_replaced(path, self._offsets.get(path, 0), self._first)
 
     def select(self, query: Query) -> list[int]:
         """Numbers of the matching rollouts, in the requested order; missing values are last."""
@@ -267,6 +268,8 @@ class RolloutIndex:
 
     def _grow_training(self, max_bytes: int) -> None:
         begun = self._offsets.get(self.run.samples_path, 0)
+        if not begun:
+            self._first = digest_first_line(self.run.samples_path)
         for line, start, size in self._new_rows(self.run.samples_path, self._decode):
             if self._attempts.add(None, line.attempt, line.step):
                 abandoned = "UPDATE rollouts SET hidden = 1 WHERE source = 0 AND attempt < ? AND step >= ?"

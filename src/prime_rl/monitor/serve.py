@@ -17,7 +17,7 @@ import msgspec
 from loguru import logger
 
 from prime_rl.monitor.live_runs import LiveRuns
-from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.monitor.local_runs import LocalRun, is_replaced
 from prime_rl.monitor.logs import pack_logs
 from prime_rl.monitor.page_data import (
     build_page_data,
@@ -118,10 +118,9 @@ class LiveRun:
         """Data of the page without rollouts."""
         return {**build_page_data(self.run), "facts": self.index.facts()}
 
-    def update(self, offset: int) -> dict[str, Any]:
+    def update(self, offset: int, first: str = "") -> dict[str, Any]:
         """Changes since `offset` of the metrics file; `is_replaced` if a new run has replaced it."""
-        path = self.run.metrics_path
-        if not 0 <= offset <= (path.stat().st_size if path.exists() else 0):
+        if is_replaced(self.run.metrics_path, offset, first):
             return {"is_replaced": True}
         disk = {
             "evals": find_evals(self.run),
@@ -327,7 +326,7 @@ def run_routes(find: Callable[[Request], LiveRun], root: Path | None = None) -> 
         ("/", show_page),
         ("/metrics.csv", export_metrics),
         ("/api/run", answer(lambda live, _: {**live.page_data(), "home": root is not None})),
-        ("/api/update", answer(lambda live, request: live.update(int(request.query_params.get("offset", "0"))))),
+        ("/api/update", answer(_update)),
         ("/api/logs", answer(lambda live, _: pack_logs(live.run))),
         ("/api/prompts", answer(lambda live, _: live.index.prompts(MAX_PROMPTS))),
         ("/api/rollouts", answer(_find)),
@@ -457,6 +456,10 @@ def _check_origin(route: Callable[[Request], Any]) -> Callable[[Request], Any]:
         return await route(request)
 
     return guarded
+
+
+def _update(live: LiveRun, request: Request) -> dict[str, Any]:
+    return live.update(int(request.query_params.get("offset", "0")), request.query_params.get("first", ""))
 
 
 def _find(live: LiveRun, request: Request) -> dict[str, Any]:

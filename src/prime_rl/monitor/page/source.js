@@ -202,7 +202,7 @@ class LiveSource {
       if (isRefreshing) return;
       isRefreshing = true;
       try {
-        const { run, is_replaced, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}`);
+        const { run, is_replaced, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}&first=${this.data.first}`);
         // A new attempt of a process repeats steps.
         const isResumed = Object.entries(update.attempts ?? {}).some(([process, attempt]) => attempt > (this.data.attempts[process] ?? 0));
         isReloading = is_replaced || isResumed; // also for a new run in the same directory
@@ -231,6 +231,7 @@ class LiveSource {
 
 function mergeRun(data, update) {
   data.offset = update.offset;
+  data.first = update.first;
   const joined = [], places = new Map(); // curves with the same steps share them
   const place = (old, fresh) => {
     const key = `${old} ${fresh}`;

@@ -48,6 +48,16 @@ def test_a_card_shows_the_last_attempt(tmp_path: Path) -> None:
     assert RunCard(LocalRun(run)).read("run")["spark"] == found["spark"]
 
 
+def test_a_card_shows_a_longer_new_run(tmp_path: Path) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=3)
+    card = RunCard(LocalRun(run))
+    assert card.read("run")["value"] == 0.15
+    (run / "metrics.jsonl").unlink()
+    rows = [{**row, "timestamp": 9000.0, "reward/mean": 0.7} for step in range(1, 5) for row in metric_rows(step)]
+    append_jsonl(run / "metrics.jsonl", rows)
+    assert card.read("run")["spark"] == [[step, 0.7] for step in range(1, 5)]
+
+
 def test_unreadable_files_do_not_hide_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_page_run(tmp_path / "a", num_steps=3)
     write_page_run(tmp_path / "b", num_steps=3)

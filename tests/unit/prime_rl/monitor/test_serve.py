@@ -20,7 +20,7 @@ from prime_rl.monitor.rollout_index import Query
 from prime_rl.monitor.serve import LiveRun, _events, build_app, read_query
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.run_state import StateRecorder, _start_ticks
-from rollouts.training.metrics import append_jsonl
+from rollouts.training.metrics import append_jsonl, load_jsonl
 
 
 def test_live_page_notices_that_a_run_was_killed(tmp_path: Path) -> None:
@@ -213,3 +213,18 @@ def test_a_new_run_in_the_same_directory_replaces_the_page(tmp_path: Path) -> No
     live._catch_up()
     assert live.update(offset) == {"is_replaced": True}
     assert live.page_data()["facts"]["count"] == 24
+
+
+def test_a_longer_new_run_replaces_the_page_too(tmp_path: Path) -> None:
+    run_dir = write_page_run(tmp_path / "run", num_steps=2)
+    live = LiveRun(open_run(run_dir))
+    live._catch_up()
+    begin = live.page_data()
+    assert "is_replaced" not in live.update(begin["offset"], begin["first"])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        rows = list(load_jsonl(run_dir / name))
+        (run_dir / name).unlink()
+        append_jsonl(run_dir / name, [{**row, "timestamp": 9000.0} for row in [*rows, *rows]])
+    live._catch_up()
+    assert live.update(begin["offset"], begin["first"]) == {"is_replaced": True}
+    assert live.page_data()["facts"]["count"] == 48
