@@ -223,6 +223,36 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     assert all(requested.startswith((url, "blob:")) for requested in opened.asked)
 
 
+def test_changes_keep_zoom_and_search(served: tuple[Path, str], open_page: Open) -> None:
+    run, url = served
+    opened = open_page(url)
+    page = opened.page
+
+    def add_step(step: int) -> None:
+        append_jsonl(run / "metrics.jsonl", metric_rows(step))
+        last = "() => window.page.source.data.series.steps.at(-1).at(-1)"
+        opened.wait_until(lambda: page.evaluate(last) == step, f"step {step}")
+
+    def find_zoom() -> float:
+        return page.evaluate("() => window.page.kept.zoom.to - window.page.kept.zoom.from")
+
+    opened.open_section("timeline")
+    page.click("text=zoom in")
+    shown = find_zoom()
+    add_step(4)
+    page.click("text=zoom in")
+    assert find_zoom() == pytest.approx(shown / 2)
+    page.click("text=whole run")
+    assert page.evaluate("() => window.page.kept.zoom") is None
+    opened.open_section("curves")
+    page.locator("main input[type=search]").fill("entropy")
+    opened.wait_until(lambda: page.evaluate("() => window.page.kept.search") == "entropy", "the search")
+    page.keyboard.press("Escape")
+    add_step(5)
+    assert page.locator("main input[type=search]").input_value() == "entropy"
+    assert opened.texts("main > .charts:last-child figcaption > b") == ["entropy/mean"]
+
+
 def test_the_live_page_reads_rollouts_as_the_report_does(served: tuple[Path, str], open_page: Open) -> None:
     run, url = served
     opened = open_page(url + "#rollouts")

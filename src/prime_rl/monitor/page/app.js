@@ -12,6 +12,7 @@ class Page {
     this.browser = null;
     this.section = null;
     this.state = {};
+    this.kept = { zoom: null, search: "" }; // of sections that are drawn again at every change
     addEventListener("hashchange", () => this.open());
     addEventListener("keydown", (event) => this.key(event));
     document.title = `${source.data.run.name} · prime-rl`;
@@ -98,8 +99,8 @@ class Page {
     main.className = this.section;
     const onStep = this.source.facts.count ? (step) => this.go(`rollouts?step=${this.nearestStep(step)}`) : null;
     if (this.section === "overview") fill(main, overview(data, this.source, (section) => this.go(section)));
-    else if (this.section === "curves") fill(main, curvesView(data, onStep, this.source.live));
-    else if (this.section === "timeline") fill(main, timelineView(data));
+    else if (this.section === "curves") fill(main, curvesView(data, onStep, this.source.live, this.kept));
+    else if (this.section === "timeline") fill(main, timelineView(data, this.kept));
     else if (this.section === "config") fill(main, configView(data));
     else if (this.section === "logs") fill(main, (this.logs = new LogView(this.source)).node);
     else if (this.section === "prompts") fill(main, (this.prompts ||= new PromptView(this.source)).node);

@@ -1,9 +1,9 @@
-// Curves: groups of the main metrics, then a search over all metrics.
+// Curves: groups of the main metrics, then a search over all metrics, whose words are `kept.search`.
 
-function curvesView(data, onStep, isLive) {
+function curvesView(data, onStep, isLive, kept) {
   const slider = el("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: smoothing, "aria-label": "smoothing",
     oninput: () => { smoothing = Number(slider.value); for (const chart of charts) chart.draw(); } });
-  const search = el("input", { type: "search", placeholder: "search all metrics  ( / )", oninput: debounce(() => showAll(), 120) });
+  const search = el("input", { type: "search", value: kept.search, placeholder: "search all metrics  ( / )", oninput: debounce(() => showAll(), 120) });
   const results = el("div", { class: "charts" });
   const drawn = new Set();
   const groups = chartGroupsOf(data.run.kind).map(([title, charts]) => {
@@ -11,6 +11,7 @@ function curvesView(data, onStep, isLive) {
     return figures.length ? [el("h2", {}, title), el("div", { class: "charts" }, figures)] : null;
   });
   const showAll = () => {
+    kept.search = search.value;
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = allCurves(data).filter((c) => words.every((word) => `${c.process} ${c.name}`.toLowerCase().includes(word)));
     const shown = words.length ? found.slice(0, 40) : [];

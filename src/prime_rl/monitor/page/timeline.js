@@ -7,7 +7,8 @@ function laneSizes(width) {
   return width < 640 ? { lane: 40, left: 8, top: 18 } : { lane: 24, left: 226, top: 4 };
 }
 
-function timelineView(data) {
+// `kept.zoom` is the shown interval, null: the whole run.
+function timelineView(data, kept) {
   const { names, lanes } = data.lanes;
   const processes = ["inference", "orchestrator", "trainer", "sft", "teacher", "eval"].filter((p) => lanes[p])
     .concat(Object.keys(lanes).filter((p) => !["inference", "orchestrator", "trainer", "sft", "teacher", "eval"].includes(p)));
@@ -18,28 +19,27 @@ function timelineView(data) {
   });
   const all = rows.flatMap((row) => row.spans);
   const begin = extremes(all.map((s) => s[1]))[0], end = extremes(all.map((s) => s[1] + s[2]))[1];
-  const view = { from: begin, to: end, begin, end };
+  const view = { from: begin, to: end, begin, end, ...kept.zoom };
   const canvas = el("canvas", { class: "lanes", tabindex: 0, "aria-label": "Timeline of all processes; arrow keys move, plus and minus zoom" });
   const draw = () => drawTimeline(canvas, rows, names, view);
+  const show = (from, span) => {
+    view.from = Math.max(begin, Math.min(from, end - span));
+    view.to = view.from + span;
+    kept.zoom = span < end - begin ? { from: view.from, to: view.to } : null;
+    draw();
+  };
   const zoom = (factor, at = 0.5) => {
     const span = Math.min(Math.max((view.to - view.from) * factor, 0.05), end - begin), point = view.from + (view.to - view.from) * at;
-    view.from = Math.max(begin, Math.min(point - span * at, end - span));
-    view.to = view.from + span;
-    draw();
+    show(point - span * at, span);
   };
-  const move = (share) => {
-    const span = view.to - view.from;
-    view.from = Math.max(begin, Math.min(view.from + share * span, end - span));
-    view.to = view.from + span;
-    draw();
-  };
+  const move = (share) => show(view.from + share * (view.to - view.from), view.to - view.from);
   listenTimeline(canvas, rows, names, view, zoom, move);
   new ResizeObserver(draw).observe(canvas);
   const last = Math.min(end - begin, 20);
   const buttons = el("span", { class: "buttons" },
     el("button", { onclick: () => zoom(0.5) }, "zoom in"), el("button", { onclick: () => zoom(2) }, "zoom out"),
-    el("button", { onclick: () => { view.from = begin; view.to = end; draw(); } }, "whole run"),
-    el("button", { onclick: () => { view.from = end - last; view.to = end; draw(); } }, `last ${duration(last)}`));
+    el("button", { onclick: () => show(begin, end - begin) }, "whole run"),
+    el("button", { onclick: () => show(end - last, last) }, `last ${duration(last)}`));
   return el("div", {}, el("p", { class: "lead" }, "One row per activity of each process. Hatched intervals are waits. ",
     "With good overlap the engine generates while the trainer computes."), buttons, canvas, shareTable(data));
 }
