@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ def test_all_runs_are_listed_searched_compared_and_opened(tmp_path: Path, open_p
         page.click("text=all runs")
         page.wait_for_selector(".runs li")
         page.close()  # before its server ends
+
+
+def test_a_deleted_run_leaves_the_comparison(tmp_path: Path, open_page: Open) -> None:
+    runs = {key: write_page_run(tmp_path / key, num_steps=3) for key in "abc"}
+    with serve_page(tmp_path) as url:
+        opened = open_page(url)
+        for key in runs:
+            opened.page.check(f"input[aria-label='compare {key}']")
+        lines = opened.page.locator(".chart svg .line")
+        opened.wait_until(lambda: lines.count() == 3, "all runs in one chart")
+        shutil.rmtree(runs["c"])
+        opened.wait_until(lambda: lines.count() == 2, "the other runs")
 
 
 def test_a_page_waits_for_a_run_that_has_not_started(tmp_path: Path, open_page: Open) -> None:

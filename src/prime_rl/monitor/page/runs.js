@@ -26,7 +26,10 @@ class RunsPage {
       this.lost.hidden = true;
       if (!this.runs) this.drawFrame(root);
       this.runs = runs;
+      const gone = [...this.chosen].filter((key) => !runs.some((run) => run.key === key));
+      for (const key of gone) this.chosen.delete(key);
       this.drawList();
+      if (gone.length) this.compare();
     } catch (error) {
       if (!this.updated) throw error;
       this.lost.hidden = false;
