@@ -81,7 +81,8 @@ def train(config: TrainConfig, *, keeps_output: bool = True) -> int:
             )
         with timer("broadcast_weights"):
             texts = [sample.tokens for sample in samples]
-            run.publisher.publish(step, texts, background=True)  # unblocks: the weight relay
+            # At level 0 the next batch is generated with this version, so an error of writing it must be raised now.
+            run.publisher.publish(step, texts, background=config.max_async_level > 0)  # unblocks: the weight relay
         loss_metrics |= schedule.observe_entropy(stats)
         updates = {"optim/num_updates": float(len(parts) * config.num_epochs)}
         share = replace(share, passes=config.num_epochs)

@@ -24,6 +24,7 @@ from prime_rl.trainer.perf import StepTimer
 from prime_rl.trainer.rl.data import FakeBatches, build_batches, check_batch
 from prime_rl.trainer.rl.loss import build_loss, build_objective
 from prime_rl.trainer.rl.train import train
+from prime_rl.transport import weights
 from prime_rl.transport.batches import FilesystemBatchSender
 from prime_rl.transport.weights import read_manifest, verify_tensors
 from prime_rl.utils.pydantic_config import parse_argv
@@ -149,6 +150,26 @@ def test_fake_run_publishes_versions_and_logs_steps(tmp_path: Path) -> None:
     timeline = [(row["step"], row["timeline/what"]) for row in rows if "timeline/what" in row]
     assert {(1, "wait_for_batch"), (1, "forward_backward"), (4, "broadcast_weights")} <= set(timeline)
     assert all(row["timeline/start"] <= row["timeline/end"] for row in rows if "timeline/what" in row)
+
+
+@pytest.mark.parametrize(("level", "received"), [(0, [1]), (1, [1, 2])])
+def test_a_failed_write_ends_the_run_before_the_next_wait(
+    level: int, received: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, receive = [], FakeBatches.receive
+
+    def record(batches: FakeBatches, step: int, timeout_s: float | None = None) -> list[Sample]:
+        steps.append(step)
+        return receive(batches, step, timeout_s)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(FakeBatches, "receive", record)
+    monkeypatch.setattr(weights, "publish_weights", fail)
+    with pytest.raises(OSError, match="no space left"):
+        train(make_config(tmp_path, max_async_level=level))
+    assert steps == received
 
 
 def test_same_seed_gives_identical_weights(tmp_path: Path) -> None:
