@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from prime_rl.runtime.redaction import redact_fields
+from prime_rl.runtime.run_dir import lock_file
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.metrics import append_jsonl
 from rollouts.training.row_digests import compute_digest
@@ -114,20 +115,14 @@ class ResumeLog:
         """Whether the current content was reported."""
         self._rows: dict[int, str] = {}
         self._results: dict[int, dict[int, Result]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise ValueError(
-                f"{folder} is being written by the same command: wait for it, or change output_dir"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+        # A file of its own: `append_jsonl` locks the log, over NFS with the same kind of lock.
+        self._lock_path, self._lock = folder / f".lock-{digest}", ExitStack()
+        message = f"{folder} is being written by the same command: wait for it, or change output_dir"
+        self._lock.enter_context(lock_file(self._lock_path, message))
         if not resume:
-            os.truncate(self._fd, 0)
-        self._read()
+            self.path.unlink(missing_ok=True)
+        if self.path.exists():
+            self._read()
         if resume and not self._results:
             self._report_others()
 
@@ -146,7 +141,7 @@ class ResumeLog:
         """Load the file and truncate an incomplete last line, to which the next one would be appended."""
         data = self.path.read_bytes()
         end = data.rfind(b"\n") + 1
-        os.truncate(self._fd, end)
+        os.truncate(self.path, end)
         for line in data[:end].splitlines():
             try:
                 entry = msgspec.json.decode(line, type=ResumeEntry)
@@ -191,7 +186,8 @@ class ResumeLog:
         return [results[number] for number in range(num_rollouts) if number in results]
 
     def close(self, *, remove: bool = False) -> None:
-        """Close the file; `remove`: delete it because the command is complete."""
+        """Release the lock; `remove`: delete the files because the command is complete."""
         if remove or not self._results:
             self.path.unlink(missing_ok=True)
-        os.close(self._fd)
+            self._lock_path.unlink(missing_ok=True)
+        self._lock.close()

@@ -367,8 +367,30 @@ def test_a_file_system_without_locks_is_written(tmp_path: Path, monkeypatch: pyt
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("prime_rl.generation.resume_log.fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     ResumeLog(tmp_path, {"seed": 0}).close()
+
+
+def test_the_resume_log_is_locked_in_one_way_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NFS `flock` and `lockf` are the same lock, and the process would wait for itself."""
+    from prime_rl.generation.resume_log import ResumeLog
+
+    locked, num_checked = set[int](), 0
+
+    def flock(file: Any, _: int) -> None:
+        locked.add(os.stat(file if isinstance(file, int) else file.fileno()).st_ino)
+
+    def lockf(fd: int, _: int) -> None:
+        nonlocal num_checked
+        num_checked += 1
+        assert os.stat(fd).st_ino not in locked
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    resume_log = ResumeLog(tmp_path, {"seed": 0})
+    resume_log.add(0, "row", [Result(reward=0.5)], 1.5)
+    resume_log.close()
+    assert locked and num_checked == 1
 
 
 def test_resume_log_is_exclusive(tmp_path: Path) -> None:
