@@ -7,10 +7,11 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollouts.training.steps import complete_steps, find_damage, latest_step, parse_step, step_path
 
@@ -198,16 +199,24 @@ class RunDir:
                 path.rmdir()
         return folder
 
-    def begin_attempt(self, process: str, step: int) -> int:
-        """Record that `process` continues after `step` (0: from the beginning); returns the attempt number."""
-        from rollouts.training.metrics import append_jsonl, load_jsonl  # lazy: --help imports this module
+    def begin_attempt(self, process: str, step: int, skips: Sequence[str] = ()) -> int:
+        """Record that `process` continues after `step` (0: from the beginning); returns the attempt number.
 
-        numbers = [row["attempt"] for row in load_jsonl(self.attempt_log) if row.get("process") == process]
+        `skips`: keys of the parts of the checkpoint that it did not load.
+        """
+        from rollouts.training.metrics import append_jsonl  # lazy: --help imports this module
+
+        numbers = [row["attempt"] for row in self._load_attempts(process)]
         # Runs of an older version have no recorded attempt, which counts as number 0.
         number = max(numbers) + 1 if numbers else int(step > 0)
         row = {"process": process, "attempt": number, "step": step, "timestamp": time.time()}
-        append_jsonl(self.attempt_log, [row])
+        append_jsonl(self.attempt_log, [row | {"skips": skips} if skips else row])
         return number
+
+    def find_skips(self, process: str, step: int) -> list[str]:
+        """What the last attempt of `process` did not load of checkpoint `step`; empty if it began after another."""
+        last = (self._load_attempts(process) or [{}])[-1]
+        return list(last.get("skips", ())) if last.get("step") == step else []
 
     def count_starts(self, *processes: str) -> int:
         """Number of recorded attempts of these processes."""
@@ -220,9 +229,7 @@ class RunDir:
 
         Processes that start on their own do so in any order, and each counts its own attempts.
         """
-        from rollouts.training.metrics import load_jsonl
-
-        rows = [row for row in load_jsonl(self.attempt_log) if row.get("process") == process]
+        rows = self._load_attempts(process)
         return not rows or bool(rows[-1]["step"] == step and rows[-1].get("timestamp", 0.0) > stopped)
 
     def find_last_record(self, process: str) -> float:
@@ -231,6 +238,11 @@ class RunDir:
 
         times = (row["timestamp"] for row in load_jsonl(self.metrics) if row.get("process") == process)
         return max(times, default=0.0)
+
+    def _load_attempts(self, process: str) -> list[dict[str, Any]]:
+        from rollouts.training.metrics import load_jsonl
+
+        return [row for row in load_jsonl(self.attempt_log) if row.get("process") == process]
 
 
 class Attempts:

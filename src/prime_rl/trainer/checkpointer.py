@@ -6,18 +6,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from loguru import logger
 
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.backend import Backend
 from prime_rl.trainer.ckpt import PART, is_checkpoint_due, load_checkpoint, read_progress, save_checkpoint
-from prime_rl.trainer.config import SKIPS, CkptConfig, SFTConfig, TrainConfig
+from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.optim import build_schedule
 from prime_rl.trainer.optim_config import check_schedule
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.steps import prune_commits, remove_unfinished
+
+Config = TypeVar("Config", TrainConfig, SFTConfig)
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,15 @@ def archive_earlier_run(run: RunDir) -> None:
         logger.info(f"Versions of an earlier run moved to {folder}")
 
 
-def read_resume_state(config: TrainConfig | SFTConfig, ranks: Ranks) -> tuple[dict[str, Any], int | None]:
-    """Progress and step of the configured checkpoint, whose files are intact, or `({}, None)`.
+def read_resume_state(config: Config, process: str, ranks: Ranks) -> tuple[Config, dict[str, Any], int | None]:
+    """The config of this attempt, and progress and step of its checkpoint, whose files are intact, or `{}` and None.
 
     Rank 0 selects the step, because other ranks may see an older state of a shared file system. Without an
-    orchestrator, whose step must be the same, damaged checkpoints are skipped when the latest is wanted.
+    orchestrator, whose step must be the same, damaged checkpoints are skipped when the latest is wanted. If that is
+    where the last attempt of `process` began, this one skips the same parts of it.
     """
     run, ckpt = RunDir(config.output_dir), config.ckpt
-    found: list[tuple[dict[str, Any], int]] = []
+    found: list[tuple[list[str], dict[str, Any], int]] = []
 
     def find() -> None:
         if ckpt is None:
@@ -80,11 +83,20 @@ def read_resume_state(config: TrainConfig | SFTConfig, ranks: Ranks) -> tuple[di
             run.quarantine_corrupt_checkpoints(config.ckpt_parts)
         step = run.find_resume_step(ckpt.resume_step, config.ckpt_parts, verify=() if skips_damaged else (PART,))
         if step is not None:
-            found.append((read_progress(run.checkpoints, step, ckpt), step))
+            skips = run.find_skips(process, step) if ckpt.resume_step == -1 else []
+            resumed = ckpt.model_copy(update=dict.fromkeys(skips, True))
+            found.append((resumed.skips, read_progress(run.checkpoints, step, resumed), step))
 
     ranks.run_on_rank0(find)
-    progress, step = json.loads(ranks.broadcast(json.dumps(found[0] if found else ({}, None)).encode()))
-    return progress, step
+    skips, progress, step = json.loads(ranks.broadcast(json.dumps(found[0] if found else ([], {}, None)).encode()))
+    if ckpt is not None:
+        config = config.model_copy(update={"ckpt": ckpt.model_copy(update=dict.fromkeys(skips, True))})
+    return config, progress, step
+
+
+def find_unsaved_skips(ckpt: CkptConfig | None) -> list[str]:
+    """Skipped parts that the next start from the same checkpoint must skip, too; a new stage has saved its start."""
+    return [] if ckpt is None or ckpt.skip_progress else ckpt.skips
 
 
 def find_first_step(step: int | None, ckpt: CkptConfig | None) -> int:
@@ -117,7 +129,7 @@ def resume(config: TrainConfig | SFTConfig, backend: Backend, step: int | None) 
         described = f"the {num_steps} steps that remain with ckpt.skip_scheduler: raise max_steps"
         check_schedule(config.scheduler, num_steps, described)
         stepper.schedule = build_schedule(config.scheduler, config.optim.lr, num_steps)
-    skipped = [name.removeprefix("skip_") for name in SKIPS if getattr(ckpt, name)]
+    skipped = [] if ckpt is None else [name.removeprefix("skip_") for name in ckpt.skips]
     without = f" without its {', '.join(skipped)}" if skipped else ""
     logger.info(f"Resuming after step {step}{without}")
     first_step = find_first_step(step, ckpt)

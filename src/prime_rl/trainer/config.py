@@ -129,11 +129,15 @@ class CkptConfig(BaseConfig):
     skip_progress: bool = False
     """Reset step, schedule and totals (sft): start a new training stage from the checkpoint, as checkpoint 0."""
 
+    @property
+    def skips(self) -> list[str]:
+        """The keys of `SKIPS` that are set."""
+        return [name for name in SKIPS if getattr(self, name)]
+
     @model_validator(mode="after")
     def _check_skips_have_resume_step(self) -> CkptConfig:
-        for name in SKIPS:
-            if getattr(self, name) and self.resume_step is None:
-                raise ValueError(f"{name} has no effect without a checkpoint to resume from: set resume_step")
+        if self.skips and self.resume_step is None:
+            raise ValueError(f"{self.skips[0]} has no effect without a checkpoint to resume from: set resume_step")
         return self
 
 
@@ -209,7 +213,7 @@ class TrainerConfig(TrackersConfig):
         values = {f"scheduler.{name}": value for name, value in self.whole_scheduler if value != shortened[name]}
         if self.ckpt is None:
             return values
-        values |= {f"ckpt.{name}": False for name in SKIPS if getattr(self.ckpt, name)}
+        values |= {f"ckpt.{name}": False for name in self.ckpt.skips}
         if self.ckpt.resume_step not in (None, -1) or self.ckpt.skip_progress:
             values["ckpt.resume_step"] = None if self.ckpt.skip_progress else -1
         return values

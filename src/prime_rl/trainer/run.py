@@ -21,7 +21,7 @@ from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.telemetry.progress import format_seconds, show_progress
 from prime_rl.trainer.backend import Backend, build_backend
-from prime_rl.trainer.checkpointer import Checkpointer, archive_earlier_run, resume
+from prime_rl.trainer.checkpointer import Checkpointer, archive_earlier_run, find_unsaved_skips, resume
 from prime_rl.trainer.command import check_output_dir
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.micro_batch_size import measure_num_rows
@@ -201,7 +201,7 @@ def build_run(
     if rank == 0:
         remove_unfinished(out.weights)
         remove_unfinished(out.broadcasts)
-        out.begin_attempt(process, first_step - 1)
+        out.begin_attempt(process, first_step - 1, find_unsaved_skips(config.ckpt))
     monitor = build_monitor(out.root, process, config) if rank == 0 else Monitor(out.root, process, silent=True)
     arithmetic = place.dtype if backend.model.rounds_inputs else place.arithmetic
     perf = PerfCounter(backend.whole, place.device, arithmetic, backend.ranks.size, backend.num_threads)

@@ -43,7 +43,7 @@ def train(config: TrainConfig, *, keeps_output: bool = True) -> int:
 
     config.loss.import_custom()  # fails before the model is loaded
     backend = start_backend(config, "trainer")
-    _, resumed_step = read_resume_state(config, backend.ranks)
+    config, _, resumed_step = read_resume_state(config, "trainer", backend.ranks)
     run = build_run(config, "trainer", backend, resumed_step)
     timer, cores = run.timer, open_core_lease()
     vocab_size = backend.model.config.vocab_size

@@ -54,7 +54,7 @@ def train(config: SFTConfig, *, keeps_output: bool = True) -> int:
 
     tokenizer = build_tokenizer(config)
     backend = start_backend(config, "sft")
-    progress, resumed_step = read_resume_state(config, backend.ranks)
+    config, progress, resumed_step = read_resume_state(config, "sft", backend.ranks)
     date = choose_date(progress, backend.ranks)
     batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer, date)
     check_positions(batches, backend.model.max_positions)

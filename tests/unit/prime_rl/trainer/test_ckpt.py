@@ -390,6 +390,27 @@ def test_skip_options_on_resume(tmp_path: Path) -> None:
     assert stage["progress/total_tokens"] == stage["batch/tokens"] < straight[0]["progress/total_tokens"]
 
 
+def test_skips_hold_until_a_later_checkpoint(tmp_path: Path) -> None:
+    """An interrupted attempt is repeated, with an optimizer that the checkpoint does not fit."""
+    out, straight = tmp_path / "run", tmp_path / "straight"
+    skips: dict[str, Any] = {"resume_step": 3, "skip_optimizer": True, "skip_scheduler": True, "skip_dataloader": True}
+    train_sft(sft_config(out, ckpt={}, optim={"lr": 1e-2}, max_steps=3))
+    shutil.copytree(out, straight)
+    train_sft(sft_config(straight, ckpt=skips))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointer, "save", interrupt)
+        for ckpt in (skips, {"resume_step": -1}):
+            with pytest.raises(KeyboardInterrupt):
+                train_sft(sft_config(out, ckpt=ckpt))
+    with pytest.raises(ValueError, match=r"optim\.type"):
+        train_sft(sft_config(out, ckpt={"resume_step": 3}))
+    train_sft(sft_config(out, ckpt={"resume_step": -1}))
+    assert read_manifest(out / "weights" / "step_6") == read_manifest(straight / "weights" / "step_6")
+    for name in (out, straight):
+        train_sft(sft_config(name, ckpt={"resume_step": -1}, max_steps=8))
+    assert read_manifest(out / "weights" / "step_8") == read_manifest(straight / "weights" / "step_8")
+
+
 @pytest.mark.parametrize("skip_optimizer", [False, True])
 def test_a_new_stage_is_kept_and_resumed_by_itself(skip_optimizer: bool, tmp_path: Path) -> None:
     """Its steps have lower numbers than those of the stage before, of which nothing is lost."""
