@@ -191,12 +191,15 @@ def read_progress(root: Path, step: int, config: CkptConfig) -> dict[str, Any]:
 
 
 def _select_progress(progress: dict[str, Any], config: CkptConfig) -> dict[str, Any]:
-    """Totals and data position, without the skipped ones."""
-    return {
+    """Totals and data position, without the skipped ones; with `skip_progress` a stage starts at the position."""
+    selected = {
         name: value
         for name, value in progress.items()
         if not (config.skip_progress if name.startswith("total_") else config.skip_dataloader)
     }
+    if config.skip_progress and (position := selected.get("position")):
+        selected["position"] = {**position, "start": [position["epoch"], position["offset"]]}
+    return selected
 
 
 def is_checkpoint_due(step: int, config: CkptConfig | None, max_steps: int | None) -> bool:

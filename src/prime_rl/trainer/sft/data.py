@@ -52,6 +52,7 @@ class Position:
     """Data position: completed epochs, offset in the current one, and the number of overlong samples.
 
     `samples` and `tokens` count the consumed data of each source. `digest` identifies the dataset and its order.
+    `start` is the epoch and the offset at which the training stage began.
     """
 
     epoch: int = 0
@@ -60,6 +61,7 @@ class Position:
     samples: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     digest: str = ""
+    start: tuple[int, int] = (0, 0)
 
     def state(self) -> dict[str, Any]:
         """JSON state for a checkpoint."""
@@ -114,7 +116,7 @@ class SFTBatches:
                 row, free_tokens = row + 1, self.seq_len
                 if row > self.batch_size:
                     counts = tuple(num_samples), tuple(num_tokens)
-                    return samples, Position(epoch, offset, num_overlong, *counts, position.digest)
+                    return samples, Position(epoch, offset, num_overlong, *counts, position.digest, position.start)
             source = next(s for s, end in enumerate(ends) if index < end)
             num_samples[source] += 1
             num_tokens[source] += n
@@ -122,21 +124,25 @@ class SFTBatches:
             free_tokens -= n
             offset += 1
 
-    def count_steps(self, num_epochs: int, start: Position | None = None) -> int:
-        """Number of batches from `start` to the end of `num_epochs`; the last one may reach into the next epoch.
+    def count_steps(self, num_epochs: int, position: Position | None = None) -> int:
+        """Number of batches from `position` until `num_epochs` after its `start`; the last one may reach further.
 
         No sample may be longer than `seq_len`.
         """
-        start = start or Position()
+        position = position or Position()
+        epoch, offset = position.epoch, position.offset
+        end = position.start[0] + num_epochs, position.start[1]
         num_rows, free_tokens = 0, 0
-        for epoch in range(start.epoch, num_epochs):
-            order, offset = self.order(epoch), start.offset if epoch == start.epoch else 0
-            while (index := order.at(offset)) is not None:
-                offset += 1
-                n = self.source.length(index)
-                if n > free_tokens or self.stack:
-                    num_rows, free_tokens = num_rows + 1, self.seq_len
-                free_tokens -= n
+        while (epoch, offset) < end:
+            index = self.order(epoch).at(offset)
+            if index is None:
+                epoch, offset = epoch + 1, 0
+                continue
+            offset += 1
+            n = self.source.length(index)
+            if n > free_tokens or self.stack:
+                num_rows, free_tokens = num_rows + 1, self.seq_len
+            free_tokens -= n
         return math.ceil(num_rows / self.batch_size)
 
     def order(self, epoch: int) -> EpochOrder:

@@ -379,6 +379,23 @@ def test_num_epochs_set_schedule_and_last_step(tmp_path: Path) -> None:
     assert complete_steps(tmp_path / "out/weights") == [5, 8] and complete_steps(tmp_path / "straight/weights") == [8]
 
 
+def test_num_epochs_of_a_new_stage_count_from_its_start(tmp_path: Path) -> None:
+    """10 conversations in batches of 4: 3 steps, and 3 of a new stage, which has 20 - 12 left for a second epoch."""
+    text = "".join(json.dumps({"prompt": "a", "completion": c}) + "\n" for c in "bcdefghijk")
+    (tmp_path / "rows.jsonl").write_text(text)
+    data = {"name": str(tmp_path / "rows.jsonl"), "seq_len": 32, "batch_size": 4, "pack_function": "stack"}
+    for num_epochs, ckpt, steps in (
+        (1, {}, [3]),
+        (1, {"resume_step": 3, "skip_progress": True}, [3]),
+        (1, {"resume_step": -1}, [3]),
+        (2, {"resume_step": -1}, [3, 5]),
+    ):
+        train(make_config(tmp_path / "out", data, max_steps=None, num_epochs=num_epochs, ckpt=ckpt))
+        assert complete_steps(tmp_path / "out/weights") == steps
+    metrics = [row for row in load_jsonl(tmp_path / "out/metrics.jsonl") if "loss/mean" in row]
+    assert [row["progress/num_samples"] for row in metrics] == [*range(4, 25, 4), 28, 32]
+
+
 def test_num_epochs_settings_are_checked(tmp_path: Path) -> None:
     data = {"type": "fake", "seq_len": 16, "batch_size": 512}  # 1024 rows: 2 steps
     with pytest.raises(ValueError, match="num_epochs 1 and max_steps 12 both end the run"):
