@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import (
     begin_dir,
     commit_dir,
+    describe_files,
     is_complete,
     is_due,
     publish_dir,
@@ -99,15 +101,24 @@ def save_checkpoint(
 
 def publish_together(final: Path, write: Callable[[Path], None], ranks: Ranks) -> Path:
     """`publish_dir` with files from every rank: the directory appears after all ranks have written; a failure on one
-    rank fails all."""
+    rank fails all.
+
+    Every rank computes the digests of its own files: while rank 0 read all of them, the others might time out.
+    """
     if ranks.size == 1:
         return publish_dir(final, write, sealed=True)
     token = ranks.broadcast(uuid.uuid4().hex[:8].encode()).decode()
-    tmp = temporary_path(final, token)
+    tmp, own = temporary_path(final, token), dict[str, Any]()
+
+    def write_own() -> None:
+        write(tmp)
+        own.update(describe_files(tmp, shard_name("*", ranks.rank, ranks.size)))
+
     try:
         ranks.run_on_rank0(lambda: begin_dir(final, token))
-        ranks.run_on_all_ranks(lambda: write(tmp))
-        ranks.run_on_rank0(lambda: commit_dir(tmp, final, sealed=True))
+        ranks.run_on_all_ranks(write_own)
+        described = ChainMap(*map(json.loads, ranks.gather_bytes(json.dumps(own).encode())))
+        ranks.run_on_rank0(lambda: commit_dir(tmp, final, sealed=True, described=described))
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +94,14 @@ def temporary_path(final: Path, token: str) -> Path:
     return final.parent / f"{_TMP}{final.name}-{token}"
 
 
-def commit_dir(tmp: Path, final: Path, *, sealed: bool = False) -> None:
-    """Sync `tmp` to disk and rename it to `final`, with the completion marker; what is there is replaced at once."""
-    (tmp / STABLE).write_text(json.dumps(_describe_files(tmp), indent=1) if sealed else "", encoding="utf-8")
+def commit_dir(tmp: Path, final: Path, *, sealed: bool = False, described: Mapping[str, Any] | None = None) -> None:
+    """Sync `tmp` to disk and rename it to `final`, with the completion marker; what is there is replaced at once.
+
+    `described`: `describe_files` of other writers, whose files are not read again.
+    """
+    others = described or {}
+    seal = json.dumps({**others, **describe_files(tmp, skip=others)}, indent=1) if sealed else ""
+    (tmp / STABLE).write_text(seal, encoding="utf-8")
     _fsync_tree(tmp)
     if final.exists() and _exchange(tmp, final):
         _fsync(final.parent)
@@ -186,9 +191,10 @@ def remove_unfinished(root: Path, part: str | None = None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _describe_files(root: Path) -> dict[str, tuple[int, str]]:
-    files = sorted(path for path in root.rglob("*") if path.is_file())
-    return {str(path.relative_to(root)): (path.stat().st_size, _digest_file(path)) for path in files}
+def describe_files(root: Path, pattern: str = "*", skip: Collection[str] = ()) -> dict[str, tuple[int, str]]:
+    """Size and digest of the files below `root` that match `pattern`, by relative path, without those of `skip`."""
+    files = {str(path.relative_to(root)): path for path in sorted(root.rglob(pattern)) if path.is_file()}
+    return {name: (path.stat().st_size, _digest_file(path)) for name, path in files.items() if name not in skip}
 
 
 def _digest_file(path: Path) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from prime_rl.trainer.checkpointer import Checkpointer
 from prime_rl.trainer.ckpt import (
     is_checkpoint_due,
     load_checkpoint,
+    publish_together,
     save_checkpoint,
 )
 from prime_rl.trainer.command import build_record, run_trainer
@@ -27,6 +30,8 @@ from prime_rl.trainer.rl.train import train as train_rl
 from prime_rl.trainer.sft.train import train as train_sft
 from prime_rl.transport.weights import read_manifest
 from prime_rl.utils.pydantic_config import parse_argv, write_config, write_record
+from rollouts.training import steps
+from rollouts.training.backends.ranks import Ranks
 from rollouts.training.metrics import load_jsonl, load_last_attempts
 from rollouts.training.steps import complete_steps, find_damage, prune_commits, publish_dir, step_path
 
@@ -525,6 +530,36 @@ def test_incomplete_checkpoints_do_not_replace_complete_one(tmp_path: Path) -> N
     assert prune_commits(tmp_path, None, both) == [] and prune_commits(tmp_path, 2, both) == []
     assert prune_commits(tmp_path, 1, both) == [10] and complete_steps(tmp_path, both) == [20]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_20", "step_30"], "both halves of step 10 are gone"
+
+
+def test_every_rank_digests_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, digest, compute = [f"model-{n}-of-2.safetensors" for n in (1, 2)], hashlib.blake2b, steps._digest_file
+    read: list[str] = []
+
+    class First(Ranks):
+        """Rank 0 of two; the other has described its file."""
+
+        def broadcast(self, data: bytes) -> bytes:
+            return data
+
+        def run_on_all_ranks(self, work: Callable[[], object]) -> None:
+            work()
+
+        def gather_bytes(self, data: bytes) -> list[bytes]:
+            return [data, json.dumps({names[1]: (1, digest(b"x", digest_size=16).hexdigest())}).encode()]
+
+    def write(directory: Path) -> None:
+        for name in (*names, "state.json"):
+            (directory / name).write_text("x")
+
+    def record(path: Path) -> str:
+        read.append(path.name)
+        return compute(path)
+
+    monkeypatch.setattr(steps, "_digest_file", record)
+    final = publish_together(tmp_path / "step_1" / "trainer", write, First(0, 2))
+    assert read == [names[0], "state.json"]
+    assert find_damage(final) is None and read[2:] == [names[1], names[0], "state.json"]
 
 
 def test_a_trainer_alone_prunes_its_own_parts(tmp_path: Path) -> None:
