@@ -199,16 +199,21 @@ class Trainer:
         return described
 
     def lock(self, stack: ExitStack) -> None:
-        """Lock the directories that this run writes; `ValueError` if another run writes to one of them."""
+        """Lock the directories that this run writes, and remove unfinished checkpoints of a crashed one.
+
+        `ValueError` if another run writes to one of them.
+        """
         from nanochat.checkpoint_manager import prime_rl_dir
         from nanochat.common import get_base_dir
         from prime_rl.runtime.run_dir import lock_file
+        from rollouts.training.steps import remove_unfinished
 
         def enter() -> None:
             runs = get_base_dir() / "prime_rl_runs" / self.config.run
             for directory, option in ((prime_rl_dir(self.tag), "--model_tag"), (runs, "--run")):
                 message = f"another run writes to {directory}: choose another {option} or NANOCHAT_BASE_DIR"
                 stack.enter_context(lock_file(directory / ".lock-run", message))
+            remove_unfinished(prime_rl_dir(self.tag))
 
         self.ranks.run_on_rank0(enter)
 

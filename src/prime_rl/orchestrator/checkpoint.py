@@ -92,6 +92,7 @@ class CheckpointStore:
         elif any(other > step for other in complete_steps(self.run.rollouts)):
             raise ValueError(self.run.describe_used(CKPT_PARTS, resume="--ckpt.resume-step -1"))
         remove_unfinished(self.run.rollouts)
+        remove_unfinished(self.root, PART)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -199,8 +199,8 @@ def build_run(
     out, rank, place = RunDir(config.output_dir), backend.ranks.rank, backend.placement
     progress, first_step = resume(config, backend, step)
     if rank == 0:
-        remove_unfinished(out.weights)
-        remove_unfinished(out.broadcasts)
+        for root in out.version_dirs:
+            remove_unfinished(root)
         out.begin_attempt(process, first_step - 1, find_unsaved_skips(config.ckpt))
     monitor = build_monitor(out.root, process, config) if rank == 0 else Monitor(out.root, process, silent=True)
     arithmetic = place.dtype if backend.model.rounds_inputs else place.arithmetic

@@ -105,7 +105,7 @@ def commit_dir(tmp: Path, final: Path, *, sealed: bool = False, described: Mappi
     _fsync_tree(tmp)
     if final.exists() and _exchange(tmp, final):
         _fsync(final.parent)
-        _remove(tmp)
+        shutil.rmtree(tmp, ignore_errors=True)
         return
     if final.exists():
         _remove(final)

@@ -69,7 +69,9 @@ def test_a_new_run_moves_earlier_checkpoints_aside(base: Path) -> None:
     own = base / "prime_rl_checkpoints" / "d1"
     train("--max_steps=3")
     weights = (own / "step_3" / "model.pt").read_bytes()
+    (own / ".tmp-step_4-abc").mkdir()  # of a crash
     train("--max_steps=2", "--seed=7")
+    assert not list(own.glob(".tmp-*"))
     assert complete_steps(own) == [1, 2], "the last step is that of the new run"
     assert complete_steps(own / "attempts" / "1") == [1, 2, 3]
     assert (own / "attempts" / "1" / "step_3" / "model.pt").read_bytes() == weights

@@ -422,6 +422,16 @@ def test_checkpoint_layout_is_documented(tmp_path: Path) -> None:
     assert steps.complete_steps(tmp_path / "weights") == [3, 4, 9], "later weights are of another run"
 
 
+def test_saving_removes_what_a_crash_left(tmp_path: Path) -> None:
+    backend = build_backend(tmp_path)
+    left = [tmp_path / ".tmp-step_1-abc", tmp_path / "weights" / ".tmp-step_1-abc"]
+    for path in left:
+        path.mkdir(parents=True)
+    anyio.run(backend.save_checkpoint, 2, {})
+    anyio.run(backend.publish_weights, 2)
+    assert not any(path.exists() for path in left)
+
+
 def test_a_compiled_model_has_the_files_of_the_model(tmp_path: Path) -> None:
     model = build_tiny_hf()
     compiled: Any = torch.compile(model)

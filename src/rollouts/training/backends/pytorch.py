@@ -18,7 +18,7 @@ from rollouts.training.backends import checkpoint as files
 from rollouts.training.backends.loss_fn import as_loss_fn
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep, compute_total_norm
-from rollouts.training.steps import complete_steps, prune_steps, publish_step, step_path
+from rollouts.training.steps import complete_steps, prune_steps, publish_step, remove_unfinished, step_path
 from rollouts.training.types import TrainFuture
 
 T = TypeVar("T")
@@ -242,7 +242,7 @@ class PyTorchTrainingBackend:
             files.write_checkpoint(directory, snapshot)
             files.write_model_card(directory, self.model, self._architecture, self.tokenizer)
 
-        self.ranks.run_on_rank0(lambda: publish_step(self.checkpoint_dir, step, write))
+        self.ranks.run_on_rank0(lambda: _publish_alone(self.checkpoint_dir, step, write))
         return step_path(self.checkpoint_dir, step)
 
     def _load(self, path: Path, parameters_only: bool) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class PyTorchTrainingBackend:
             files.write_model_card(directory, self.model, self._architecture, self.tokenizer)
 
         def publish() -> None:
-            publish_step(root, step, write)
+            _publish_alone(root, step, write)
             recent = [s for s in complete_steps(root) if s <= step][-MAX_PUBLISHED_VERSIONS:]
             prune_steps(root, lambda other: other in recent or other > step)  # later ones belong to another run
 
@@ -302,6 +302,12 @@ def check_batch(batch: Mapping[str, Any]) -> None:
         raise ValueError(f"streams of the batch differ in shape: {listed}")
     if "cu_seqlens" in batch:
         raise ValueError("packed rows (cu_seqlens) are not supported: pad them with pad_samples")
+
+
+def _publish_alone(root: Path, step: int, write: Callable[[Path], None]) -> None:
+    """`publish_step` by the only writer of `root`, without what a crashed one has left there."""
+    remove_unfinished(root)
+    publish_step(root, step, write)
 
 
 def _plain_state(scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> dict[str, Any] | None:

@@ -705,8 +705,10 @@ def test_later_halves_stay_until_the_first_is_saved(tmp_path: Path) -> None:
         first.save(step, lambda step=step: {"n": step})
         publish_dir(step_path(run.checkpoints, step) / "trainer", lambda path: None, sealed=True)
     store = CheckpointStore(run, OrchestratorCkptConfig(interval=2, resume_step=2, keep=1), max_steps=None)
+    unfinished = run.checkpoints / "step_2" / ".tmp-orchestrator-abc"
+    unfinished.mkdir()
     store.claim_batches(store.load()[0])
-    assert complete_steps(run.checkpoints, CKPT_PARTS) == [2, 4, 6]
+    assert complete_steps(run.checkpoints, CKPT_PARTS) == [2, 4, 6] and not unfinished.exists()
     store.save(3, dict)
     store.save(4, dict)
     assert complete_steps(run.checkpoints, CKPT_PARTS) == [2], "the trainer may still be loading it"

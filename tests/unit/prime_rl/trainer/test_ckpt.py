@@ -532,6 +532,25 @@ def test_incomplete_checkpoints_do_not_replace_complete_one(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_20", "step_30"], "both halves of step 10 are gone"
 
 
+def test_replaced_directories_left_by_a_crash_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        for path in (tmp_path / "step_1", tmp_path / "step_2" / "trainer"):
+            for _ in range(2):
+                publish_dir(path, lambda directory: None)
+    steps.remove_unfinished(tmp_path)
+    steps.remove_unfinished(tmp_path, "trainer")
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_dir()) == ["step_1", "step_2", "trainer"]
+
+
+def test_a_start_removes_unfinished_versions(tmp_path: Path) -> None:
+    left = [root / ".tmp-step_1-abc" for root in RunDir(tmp_path).version_dirs]
+    for path in left:
+        path.mkdir(parents=True)
+    train_rl(rl_config(tmp_path, max_steps=1))
+    assert not any(path.exists() for path in left)
+
+
 def test_every_rank_digests_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names, digest, compute = [f"model-{n}-of-2.safetensors" for n in (1, 2)], hashlib.blake2b, steps._digest_file
     read: list[str] = []
