@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.deployment.layout import KEY_VARIABLE
+from prime_rl.runtime.process import WRONG_INPUT
 from prime_rl.runtime.redacted_output import (
     LOG_PIPE_VARIABLE,
     copy_redacted,
@@ -142,6 +143,7 @@ def run(plan: RayPlan) -> int:
 def supervise(plan: RayPlan, hosts: list[Any], get: Any, lost: type[Exception]) -> int:
     """Start all tasks; return 0 when all work succeeded, 1 when a task that is not optional exceeded its restarts.
 
+    A task that rejected its input is not restarted.
     `get` raises `lost` for a host whose node is lost, and with it all of its tasks.
     """
     addresses = get([host.address.remote() for host in hosts])
@@ -178,7 +180,7 @@ def supervise(plan: RayPlan, hosts: list[Any], get: Any, lost: type[Exception]) 
                 rank = task.places.index(place)
                 end = "is on a lost node" if code is None else f"exited with code {code}"
                 _log(f"{name} {end}: see {plan.logs}/{name}-{rank}.log")
-                if code is not None and num_failures[name] <= task.max_restarts:
+                if code not in (None, WRONG_INPUT) and num_failures[name] <= task.max_restarts:
                     with suppress(lost):  # the next poll reports it
                         start(task, rank)
                 elif task.is_optional:

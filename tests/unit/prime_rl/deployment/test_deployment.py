@@ -345,6 +345,18 @@ def test_a_batch_job_continues_without_optional_servers(min_servers: str, code: 
     assert subprocess.run(["bash", "-c", text], env=variables, capture_output=True).returncode == code
 
 
+@pytest.mark.parametrize(("code", "num_starts"), [(2, 1), (3, 2)])
+def test_a_batch_job_does_not_repeat_rejected_input(code: int, num_starts: int, tmp_path: Path) -> None:
+    _, files = make("slurm", *WIDE, "--max-restarts", "1")
+    text = files[slurm.JOB_FILE]
+    starts = tmp_path / "starts"
+    run = text[text.index("run() {") : text.index("work=()")]
+    lines = (f"srun() {{ echo >> {starts}; return {code}; }}", "nodes=(a) optional=' server ' logs=. here=.", run)
+    command = ["bash", "-c", "\n".join((*lines, "run server 1 0"))]
+    assert subprocess.run(command, capture_output=True).returncode == code
+    assert len(starts.read_text().splitlines()) == num_starts
+
+
 def test_a_template_of_ones_own_takes_the_place_of_ours(tmp_path: Path) -> None:
     own = tmp_path / "mine.sbatch"
     own.write_text("{% for task in tasks %}{{ task.name }} {% endfor %}{{ job_name }}")
@@ -552,6 +564,12 @@ def test_ray_job_ends_with_its_work_and_restarts_servers(tmp_path: Path, monkeyp
 
 def test_ray_job_stops_after_too_many_task_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert supervise_here(tmp_path, monkeypatch, server="exit 3", work="exec sleep 60") == 1
+
+
+def test_ray_job_does_not_repeat_rejected_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = "echo >> starts; exit 2"
+    assert supervise_here(tmp_path, monkeypatch, server=server, work="exec sleep 60") == 1
+    assert (tmp_path / "starts").read_text() == "\n"
 
 
 def test_ray_job_continues_without_optional_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
