@@ -127,6 +127,7 @@ class TokenizationStats:
     tokens: int = 0
     loss_tokens: int = 0
     overlong: list[int] = field(default_factory=list)
+    prompt_only: list[int] = field(default_factory=list)
     truncated: int = 0
     longest: int = 0
     without_loss: list[int] = field(default_factory=list)
@@ -143,6 +144,11 @@ class TokenizationStats:
             logger.warning(
                 f"{len(self.overlong):,} samples exceed data.seq_len = {seq_len} and were dropped (the longest "
                 f"has {self.longest:,} tokens, the first is row {self.overlong[0]}): raise it, or set data.truncate"
+            )
+        if self.prompt_only:
+            logger.warning(
+                f"{len(self.prompt_only):,} samples have no loss tokens within data.seq_len = {seq_len} and were "
+                f"dropped (the first is row {self.prompt_only[0]}): raise it"
             )
         if self.truncated:
             logger.warning(f"{self.truncated:,} samples were truncated to data.seq_len = {seq_len}")
@@ -178,7 +184,8 @@ def tokenize_data(
                     progress.set_done(stats.rows, f"{stats.tokens:,} tokens")
         stats.report(name, config.seq_len)
         if not stats.samples:
-            fault = f"is longer than data.seq_len = {config.seq_len}: raise it" if stats.overlong else "is empty"
+            is_long = stats.overlong or stats.prompt_only
+            fault = f"is longer than data.seq_len = {config.seq_len}: raise it" if is_long else "is empty"
             raise ValueError(f"dataset {name} has no loss tokens, every sample {fault}")
     return out
 
@@ -211,7 +218,7 @@ def tokenize_rows(
             stats.longest = max(stats.longest, len(sample.tokens))
             if len(sample.tokens) > config.seq_len:
                 if not config.truncate or not any(sample.loss_mask[: config.seq_len]):
-                    stats.overlong.append(index)
+                    (stats.prompt_only if config.truncate else stats.overlong).append(index)
                     continue
                 stats.truncated += 1
                 sample.tokens, sample.loss_mask = sample.tokens[: config.seq_len], sample.loss_mask[: config.seq_len]

@@ -275,6 +275,22 @@ def test_dropped_rows_are_reported(tmp_path: Path, tokenizer: Any) -> None:
         tokenize_data(make_config(short).data, tokenizer, 320)
 
 
+def test_truncated_prompts_are_reported_with_their_cure(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a" * 99, "completion": "b"}]
+    data = {"name": str(write(tmp_path / "rows.jsonl", rows)), "truncate": True}
+    lines: list[str] = []
+    handler = logger.add(lambda message: lines.append(str(message)))
+    try:
+        assert len(tokenize_data(make_config(data).data, tokenizer, 320)) == 1
+    finally:
+        logger.remove(handler)
+    log = "".join(lines)
+    assert "1 samples have no loss tokens within data.seq_len = 64" in log and "is row 1): raise it" in log
+    assert "data.truncate" not in log
+    with pytest.raises(ValueError, match=r"no loss tokens, every sample is longer than data\.seq_len = 4"):
+        tokenize_data(make_config(data | {"seq_len": 4}).data, tokenizer, 320)
+
+
 WRONG_ROWS: list[Any] = [
     ({"input": "a"}, "row 1 .*columns input"),
     ({"messages": [QUESTION, {"content": "x"}]}, "row 1 .*neither text nor a list of messages with a role"),
