@@ -305,7 +305,7 @@ def render_conversation(
         before = chat.render(messages[:start], tools, is_assistant, **options) if start or is_assistant else []
         after = chat.render(messages[:stop], tools, False, **options)
         if before[: len(tokens)] != tokens or after[: len(before)] != before:
-            raise ValueError(_describe_unstable_prefix(index, start, chat, tokens, before, after))
+            raise ValueError(_describe_unstable_prefix(index, start, messages[start], chat, tokens, before, after))
         if is_assistant and (key := _find_dropped_reasoning(conversation, start, chat, after, len(before))):
             raise ValueError(
                 f"row {index} of the data set: the chat template drops the reasoning in `{key}` of message {start}, so "
@@ -374,22 +374,37 @@ def _find_dropped_reasoning(
 
 
 def _describe_unstable_prefix(
-    index: int, message: int, chat: ChatRenderer, tokens: list[int], before: list[int], after: list[int]
+    index: int,
+    number: int,
+    message: Message,
+    chat: ChatRenderer,
+    tokens: list[int],
+    before: list[int],
+    after: list[int],
 ) -> str:
-    """Error message for a turn that does not extend the previous tokens."""
+    """Error message for a turn that does not extend the previous tokens; `message` is its first, at `number`."""
     extends_earlier_turns = before[: len(tokens)] == tokens
-    if extends_earlier_turns and chat.decode(after).startswith(chat.decode(before)):
-        return (
-            f"row {index} of the data set: message {message} begins with white space that merges with the token "
-            "before it, so the model could never generate it there; strip the text"
-        )
+    prompt, text = chat.decode(before), chat.decode(after)
+    if extends_earlier_turns and text.startswith(prompt):
+        if text.removeprefix(prompt).lstrip().startswith(END_OF_REASONING):
+            return (
+                f"row {index} of the data set: the chat template writes an empty thought into message {number}, which "
+                "merges with the end of its prompt, so the model could never generate it there: give the row "
+                '`reasoning_content`, or `chat_template_kwargs` {"enable_thinking": false} if the template has it, or '
+                "set tokenizer.chat_template to one without empty thoughts"
+            )
+        if any(str(message.get(key) or "")[:1].isspace() for key in ("content", "reasoning_content")):
+            return (
+                f"row {index} of the data set: message {number} begins with white space that merges with the token "
+                "before it, so the model could never generate it there; strip the text"
+            )
     what, cure = (
         ("the prompt of this turn is rendered differently once its answer follows", "")
         if extends_earlier_turns
         else ("what precedes this turn is rendered differently once more follows", ", or data.split_turns = true")
     )
     return (
-        f"row {index} of the data set: the chat template is not prefix-stable at message {message}, because {what}; "
+        f"row {index} of the data set: the chat template is not prefix-stable at message {number}, because {what}; "
         f"set tokenizer.chat_template to one that is{cure}"
     )
 

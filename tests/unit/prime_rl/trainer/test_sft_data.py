@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loguru import logger
-from small_tokenizers import CHATML, build_llama3
+from small_tokenizers import CHATML, build_llama3, build_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from prime_rl.runtime.tokenizer import load_tokenizer
@@ -243,6 +243,26 @@ def test_an_empty_thought_may_be_dropped() -> None:
     tokenizer = load_tokenizer("tiny-qwen3", CHATML.replace("message.content", "message.content.split('</think>')[-1]"))
     row = {"messages": [QUESTION, ANSWER | {"content": "<think>\n\n</think>ba", "reasoning": " "}]}
     assert trained_text(tokenize([row], tokenizer)[0], tokenizer) == ["ba<|im_end|>"]
+
+
+def test_an_empty_thought_of_the_template_is_named(tmp_path: Path) -> None:
+    """As that of Qwen3-Thinking, whose line breaks before and after the thought become one token if it is empty."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{{ '<think>\n' ~ m.reasoning_content ~ '\n</think>\n\n' }}{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    special, named = ["<|im_start|>", "<|im_end|>"], {"eos_token": "<|im_end|>"}
+    thinking = build_tokenizer(tmp_path, template, special, ["<think>", "</think>", "\n\n"], named)
+    for answer, words in (
+        (ANSWER, r"writes an empty thought into message 1, .*`reasoning_content`, .*enable_thinking.*chat_template"),
+        (ANSWER | {"reasoning_content": "\nhm"}, "message 1 begins with white space .*; strip the text"),
+    ):
+        with pytest.raises(ValueError, match=f"row 0 .*{words}"):
+            tokenize([{"messages": [QUESTION, answer]}], thinking)
+    [sample] = tokenize([{"messages": [QUESTION, ANSWER | {"reasoning_content": "hm"}]}], thinking)
+    assert trained_text(sample, thinking) == ["hm\n</think>\n\nba<|im_end|>"]
 
 
 def test_dropped_rows_are_reported(tmp_path: Path, tokenizer: Any) -> None:
