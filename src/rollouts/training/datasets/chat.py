@@ -168,7 +168,7 @@ def _clean_message(message: ChatMessage, where: str, template: str) -> dict[str,
     """Normalize a message for templates: a role they know, text content, no nulls, tool arguments as an object."""
     check_message(message, where, template)
     try:
-        content = _read_text(message.get("content"))
+        content = read_text(message.get("content"))
         cleaned = {key: value for key, value in message.items() if value is not None} | {"content": content}
         cleaned["role"] = find_role(message["role"], template)
         if "tool_calls" in cleaned:
@@ -182,7 +182,7 @@ def _clean_message(message: ChatMessage, where: str, template: str) -> dict[str,
     return cleaned
 
 
-def _read_text(content: Any) -> str:
+def read_text(content: Any) -> str:
     """The text of a message's content: a string, nothing, or a list of strings and text parts."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any, Protocol
 
-from rollouts.training.datasets.chat import RENDER_OPTIONS, TemplateRenderer, check_message, has_more_than_content
+from rollouts.training.datasets.chat import (
+    RENDER_OPTIONS,
+    TemplateRenderer,
+    check_message,
+    has_more_than_content,
+    read_text,
+)
 from rollouts.training.datasets.rows import Row, iter_rows, load_rows, read_list
 from rollouts.training.datasets.sample_files import (
     export_samples_to_huggingface_format,
@@ -295,7 +301,7 @@ def render_conversation(
     messages of one role are one turn. An assistant turn that is empty, or that opens the conversation and so has no
     prompt, has no loss. Each trained turn must extend the previous tokens, as in generation. `ValueError` if a template
     rewrites earlier turns (for example, drops reasoning), because the model would be trained on contexts that do not
-    occur, or drops the reasoning of a trained turn.
+    occur, or drops the reasoning of a trained turn or its text beside calls.
     """
     messages, tools, options = conversation.messages, conversation.tools, conversation.template_kwargs
     tokens: list[int] = []
@@ -306,11 +312,10 @@ def render_conversation(
         after = chat.render(messages[:stop], tools, False, **options)
         if before[: len(tokens)] != tokens or after[: len(before)] != before:
             raise ValueError(_describe_unstable_prefix(index, start, messages[start], chat, tokens, before, after))
-        if is_assistant and (key := _find_dropped_reasoning(conversation, start, chat, after, len(before))):
+        if is_assistant and (dropped := _find_dropped_part(conversation, start, chat, after, len(before))):
             raise ValueError(
-                f"row {index} of the data set: the chat template drops the reasoning in `{key}` of message {start}, so "
-                "the model would learn to answer without it: set tokenizer.chat_template to one that writes it, or "
-                "leave it out"
+                f"row {index} of the data set: the chat template drops the {dropped} of message {start}, so the model "
+                "would learn to answer without it: set tokenizer.chat_template to one that writes it, or leave it out"
             )
         end = len(before) + find_turn_end(after[len(before) :], chat)
         mask += [0.0] * (len(before) - len(mask)) + [1.0] * (end - len(before))
@@ -353,23 +358,36 @@ def find_trained_turns(conversation: Conversation, roles: Collection[str] = (ASS
             yield start, stop
 
 
-def _find_dropped_reasoning(
+def _find_dropped_part(
     conversation: Conversation, number: int, chat: ChatRenderer, rendered: list[int], start: int
 ) -> str | None:
-    """The key of a trained message whose reasoning is not in its rendered text, `rendered[start:]`; None if all is."""
-    messages, message = conversation.messages, conversation.messages[number]
-    content, thoughts = message.get("content"), message.get("reasoning_content")
-    before, end, after = content.partition(END_OF_REASONING) if isinstance(content, str) else ("", "", "")
-    answer = after if end else str(content)
-    variants = [("reasoning_content", thoughts, f"{thoughts}a")] if isinstance(thoughts, str) else []
-    variants += [("content", before.replace("<think>", ""), f"{before}a{end}{after}")] if end else []
-    for key, text, longer in variants:
+    """The reasoning, or the text beside calls, of a trained message that is not in its rendered text,
+    `rendered[start:]`; None if all is."""
+    history, message = conversation.messages[:number], conversation.messages[number]
+    tools, options = conversation.tools, conversation.template_kwargs
+    thoughts, calls = message.get("reasoning_content"), message.get("tool_calls")
+    content = read_text(message.get("content"))
+    before, end, answer = content.partition(END_OF_REASONING)
+    if not end:
+        before, answer = "", content
+    variants: list[tuple[str, str, Message, str]] = []  # name, text, the message with another text, its other parts
+    if isinstance(thoughts, str):
+        change = {"reasoning_content": f"{thoughts}a"}
+        variants.append(("reasoning in `reasoning_content`", thoughts, message | change, answer))
+    if end:
+        change = {"content": f"{before}a{end}{answer}"}
+        variants.append(("reasoning in `content`", before.replace("<think>", ""), message | change, answer))
+    if calls:
+        change = {"content": f"{content}a"}
+        variants.append(
+            ("text beside tool calls in `content`", answer, message | change, f"{thoughts} {before} {calls}")
+        )
+    for name, text, changed, others in variants:
         written = text.strip()
-        if not written or (written not in answer and written in chat.decode(rendered[start:])):
+        if not written or (written not in others and written in chat.decode(rendered[start:])):
             continue
-        changed = [*messages[:number], {**message, key: longer}]
-        if chat.render(changed, conversation.tools, False, **conversation.template_kwargs) == rendered:
-            return key
+        if chat.render([*history, changed], tools, False, **options) == rendered:
+            return name
     return None
 
 
@@ -384,16 +402,17 @@ def _describe_unstable_prefix(
 ) -> str:
     """Error message for a turn that does not extend the previous tokens; `message` is its first, at `number`."""
     extends_earlier_turns = before[: len(tokens)] == tokens
-    prompt, text = chat.decode(before), chat.decode(after)
-    if extends_earlier_turns and text.startswith(prompt):
-        if text.removeprefix(prompt).lstrip().startswith(END_OF_REASONING):
+    prompt, written = chat.decode(before), chat.decode(after)
+    if extends_earlier_turns and written.startswith(prompt):
+        if written.removeprefix(prompt).lstrip().startswith(END_OF_REASONING):
             return (
                 f"row {index} of the data set: the chat template writes an empty thought into message {number}, which "
                 "merges with the end of its prompt, so the model could never generate it there: give the row "
                 '`reasoning_content`, or `chat_template_kwargs` {"enable_thinking": false} if the template has it, or '
                 "set tokenizer.chat_template to one without empty thoughts"
             )
-        if any(str(message.get(key) or "")[:1].isspace() for key in ("content", "reasoning_content")):
+        texts = read_text(message.get("content")), str(message.get("reasoning_content") or "")
+        if any(text[:1].isspace() for text in texts):
             return (
                 f"row {index} of the data set: message {number} begins with white space that merges with the token "
                 "before it, so the model could never generate it there; strip the text"

@@ -224,6 +224,19 @@ def test_reasoning_that_the_template_drops_is_refused(tmp_path: Path, tokenizer:
     assert trained_text(sample, load_tokenizer(str(tmp_path / "llama"))) == ["<think>hm</think>ba<|eot_id|>"]
 
 
+def test_text_that_the_template_drops_beside_calls_is_refused(tokenizer: Any) -> None:
+    """As those of Llama 3.1 to 3.3."""
+    written = "(message.tool_calls | string if message.tool_calls else message.content)"
+    dropping = load_tokenizer("tiny-qwen3", CHATML.replace("message.content", written))
+    for content in ("ok", [{"type": "text", "text": "ok"}], "<think></think>ok", "add"):
+        rows = [{"messages": [QUESTION, CALL]}, {"messages": [QUESTION, CALL | {"content": content}, RESULT, ANSWER]}]
+        with pytest.raises(ValueError, match=r"row 1 .*drops the text beside tool calls in `content` of message 1"):
+            tokenize(rows, dropping)
+        assert len(tokenize(rows, tokenizer)) == 2
+    prompt = {"prompt": rows[1]["messages"][:3], "completion": [ANSWER]}
+    assert tokenize([prompt], dropping), "of turns without loss it may"
+
+
 @pytest.mark.parametrize("reasoning", ["", None, "hm"])
 def test_content_with_reasoning_stays_as_it_is(reasoning: str | None) -> None:
     """Templates such as Qwen3's look for reasoning in the content only without `reasoning_content`."""
