@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from typing import Any, Protocol
 
 from rollouts.training.datasets.chat import (
@@ -308,7 +308,10 @@ def render_conversation(
     mask: list[float] = []
     for start, stop in find_trained_turns(conversation, roles):
         is_assistant = messages[start]["role"] == ASSISTANT
-        before = chat.render(messages[:start], tools, is_assistant, **options) if start or is_assistant else []
+        if start or is_assistant:
+            before = chat.render(messages[:start], tools, is_assistant, **options)
+        else:
+            before = _render_opening(conversation, chat)
         after = chat.render(messages[:stop], tools, False, **options)
         if before[: len(tokens)] != tokens or after[: len(before)] != before:
             raise ValueError(_describe_unstable_prefix(index, start, messages[start], chat, tokens, before, after))
@@ -323,6 +326,19 @@ def render_conversation(
     if not any(mask):
         raise ValueError(f"row {index} of the data set has no {' or '.join(roles)} message to learn")
     return Sample(prompt=messages, tokens=tokens, loss_mask=mask, index=index, status=Status.COMPLETED)
+
+
+def _render_opening(conversation: Conversation, chat: ChatRenderer) -> list[int]:
+    """Tokens before the first turn, such as a default system message: up to the last end like that of the turn."""
+    first, options = conversation.messages[0], conversation.template_kwargs
+    one, other = (chat.render([first | {"content": text}], conversation.tools, False, **options) for text in ("a", "b"))
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    end = one[same + 1 :]
+    if any(token in chat.end_ids for token in end):
+        for k in range(same, len(end) - 1, -1):
+            if one[k - len(end) : k] == end:
+                return one[:k]
+    return []
 
 
 def render_turns(conversation: Conversation, chat: ChatRenderer, index: int = 0) -> list[Sample]:

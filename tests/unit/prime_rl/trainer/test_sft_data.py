@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loguru import logger
-from small_tokenizers import CHATML, build_llama3, build_tokenizer
+from small_tokenizers import CHATML, build_llama3, build_smollm2, build_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from prime_rl.runtime.tokenizer import load_tokenizer
@@ -105,6 +105,20 @@ def test_loss_mask_enables_roles(mask: dict[str, bool], expected: list[str], tok
     messages = [{"role": "system", "content": "s"}, QUESTION, ANSWER, RESULT, RESULT, ANSWER]
     [sample] = tokenize([{"messages": messages}], tokenizer, loss_mask=mask)
     assert trained_text(sample, tokenizer) == expected
+
+
+def test_a_default_system_message_has_no_loss(tmp_path: Path) -> None:
+    tokenizer = build_smollm2(tmp_path)
+    turn = "<|im_start|>user\nab<|im_end|>"
+    for messages, expected in (
+        ([QUESTION, ANSWER], [turn, "ba<|im_end|>"]),
+        ([QUESTION, QUESTION, ANSWER], [f"{turn}\n{turn}", "ba<|im_end|>"]),
+        ([{"role": "system", "content": "s"}, QUESTION, ANSWER], [turn, "ba<|im_end|>"]),
+    ):
+        [sample] = tokenize([{"messages": messages}], tokenizer, loss_mask={"user": True})
+        assert trained_text(sample, tokenizer) == expected
+    [sample] = tokenize([{"messages": messages}], tokenizer, loss_mask={"assistant": False, "system": True})
+    assert trained_text(sample, tokenizer) == ["<|im_start|>system\ns<|im_end|>"]
 
 
 @pytest.mark.parametrize("has_begin", [False, True])
