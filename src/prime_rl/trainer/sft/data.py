@@ -333,11 +333,16 @@ def build_tokenizer(config: SFTConfig) -> Tokenizer | None:
     tokenizer: Tokenizer = load_tokenizer(name, config.tokenizer.chat_template)
     if tokenizer.eos_token_id is None:
         logger.warning(f"Texts are trained without an end token: set eos_token in the tokenizer_config.json of {name}")
+    if tokenizer.chat_template and not find_answer_ends(tokenizer):
+        logger.warning(
+            f"Answers are trained without an end token: the chat template of {name} has none, "
+            "set tokenizer.chat_template to one that has"
+        )
     return tokenizer
 
 
 def find_eos_ids(tokenizer: Tokenizer, model_dir: Path, tokenizer_name: str | None = None) -> list[int]:
-    """End tokens of the model and the one that ends trained turns or texts; empty if those are the model's alone.
+    """End tokens of the model and those that end trained turns or texts; empty if they are the model's alone.
 
     A base model names the end of a document only, so that its chats would never end. Ids of the model that are other
     tokens in `tokenizer`, loaded by another name (`tokenizer_name`), are left out.
@@ -352,11 +357,20 @@ def find_eos_ids(tokenizer: Tokenizer, model_dir: Path, tokenizer_name: str | No
             for token, name, other in zip(own_ids, names, tokenizer.convert_ids_to_tokens(own_ids), strict=True)
             if name == other
         ]
-    end = tokenizer.eos_token_id
-    if tokenizer.chat_template:
-        chat = TemplateRenderer(tokenizer)
-        end = next((token for token in chat.turn_end if token in chat.end_ids), end)
-    if end is not None and end not in eos_ids:
-        logger.info(f"The published weights have {tokenizer.decode([end])!r} as an end token, because it is trained")
-        eos_ids = [*eos_ids, end]
+    ends = find_answer_ends(tokenizer) if tokenizer.chat_template else []
+    if not ends and tokenizer.eos_token_id is not None:
+        ends = [tokenizer.eos_token_id]
+    for end in ends:
+        if end not in eos_ids:
+            logger.info(
+                f"The published weights have {tokenizer.decode([end])!r} as an end token, because it is trained"
+            )
+            eos_ids = [*eos_ids, end]
     return [] if eos_ids == own_ids else eos_ids
+
+
+def find_answer_ends(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end answers under the tokenizer's chat template; empty if it has none."""
+    chat = TemplateRenderer(tokenizer)
+    appended = next((token for token in chat.turn_end if token in chat.end_ids), None)
+    return list(dict.fromkeys(chat.next_turn.values())) if appended is None else [appended]

@@ -39,10 +39,11 @@ class TemplateRenderer:
     date: datetime = field(default_factory=datetime.now)
     end_ids: frozenset[int] = field(init=False)
     turn_end: list[int] = field(init=False)
+    next_turn: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         profile = inspect_template(self.tokenizer)
-        self.end_ids, self.turn_end = profile.control.ids, profile.turn_end
+        self.end_ids, self.turn_end, self.next_turn = profile.control.ids, profile.turn_end, profile.next_turn
 
     def render(
         self,

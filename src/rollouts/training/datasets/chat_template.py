@@ -18,7 +18,10 @@ Write = Callable[[Chat, Sequence[Any] | None], str]
 TURNS = ("user", "assistant")
 """Roles that every template has."""
 USER = {"role": "user", "content": "a"}
-PLAIN_TURNS = [USER, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+ANSWER = {"role": "assistant", "content": "b"}
+PLAIN_TURNS: Chat = [USER, ANSWER, {"role": "user", "content": "c"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALL_TURNS: Chat = [USER, {**ANSWER, "tool_calls": [CALL]}, {"role": "tool", "content": "c", "tool_call_id": "1"}]
 
 
 @dataclass
@@ -30,6 +33,8 @@ class TemplateProfile:
     control: ControlTokens
     turn_end: list[int]
     """Tokens that the template appends to an answer."""
+    next_turn: Mapping[str, int]
+    """See `ChatRenderer.next_turn`."""
     shown: set[str] = field(default_factory=set)
 
     def check(self, write: Write, messages: Chat, tools: Sequence[Any] | None) -> None:
@@ -80,7 +85,9 @@ def inspect_template(tokenizer: Any) -> TemplateProfile:
         profile = _profiles.get(tokenizer)
         if profile is None or (profile.template, profile.num_tokens) != (tokenizer.chat_template, len(tokenizer)):
             control = find_control_tokens(tokenizer, _write_plain_chats(tokenizer))
-            profile = TemplateProfile(tokenizer.chat_template, len(tokenizer), control, _read_turn_end(tokenizer))
+            end = _read_turn_end(tokenizer)
+            next_turn = _read_next_turn(tokenizer, control) if control.ids.isdisjoint(end) else {}
+            profile = TemplateProfile(tokenizer.chat_template, len(tokenizer), control, end, next_turn)
             _profiles[tokenizer] = profile
         return profile
 
@@ -103,6 +110,18 @@ def _read_turn_end(tokenizer: Any) -> list[int]:
             ends.append(tokenizer.encode(rendered, add_special_tokens=False)[::-1])
     same = takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False)) if len(ends) == 2 else ()
     return [token for token, _ in same][::-1]
+
+
+def _read_next_turn(tokenizer: Any, control: ControlTokens) -> dict[str, int]:
+    """The control token that follows an answer once there is a reply of a user, or a result of calls; by its role."""
+    found: dict[str, int] = {}
+    for chat in (PLAIN_TURNS, CALL_TURNS):
+        with suppress(Exception):  # a template may raise anything
+            texts = [tokenizer.apply_chat_template(part, tokenize=False) for part in (chat[:-1], chat)]
+            before, after = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+            if after[: len(before)] == before and after[len(before)] in control.ids:
+                found[chat[-1]["role"]] = after[len(before)]
+    return found
 
 
 def _without_calls(chat: Chat) -> Chat:

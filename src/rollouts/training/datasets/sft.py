@@ -66,6 +66,11 @@ class ChatRenderer(Protocol):
     def turn_end(self) -> Sequence[int]:
         """Tokens that the template appends to an answer: its end token, and what the model does not generate."""
 
+    @property
+    def next_turn(self) -> Mapping[str, int]:
+        """Role -> token with which its message after an answer begins, and with which a model therefore ends the answer
+        (GLM). Empty if the template appends an end token to answers, or begins messages without control tokens."""
+
     def render(
         self,
         messages: Sequence[Message],
@@ -297,15 +302,17 @@ def render_conversation(
 ) -> Sample:
     """Tokens of a conversation up to the last trained turn, with loss on the turns of `roles` and their end tokens.
 
-    An assistant turn starts after the generation prompt; a turn of another role includes its header, and consecutive
-    messages of one role are one turn. An assistant turn that is empty, or that opens the conversation and so has no
-    prompt, has no loss. Each trained turn must extend the previous tokens, as in generation. `ValueError` if a template
-    rewrites earlier turns (for example, drops reasoning), because the model would be trained on contexts that do not
-    occur, or drops the reasoning of a trained turn or its text beside calls.
+    The end token is the one that the template appends, or else that of `ChatRenderer.next_turn`. An assistant turn
+    starts after the generation prompt; a turn of another role includes its header, and consecutive messages of one role
+    are one turn. An assistant turn that is empty, or that opens the conversation and so has no prompt, has no loss.
+    Each trained turn must extend the previous tokens, as in generation. `ValueError` if a template rewrites earlier
+    turns (for example, drops reasoning), because the model would be trained on contexts that do not occur, or drops the
+    reasoning of a trained turn or its text beside calls.
     """
     messages, tools, options = conversation.messages, conversation.tools, conversation.template_kwargs
     tokens: list[int] = []
     mask: list[float] = []
+    answers: dict[int, Message] = {}  # by the place of the token after them
     for start, stop in find_trained_turns(conversation, roles):
         is_assistant = messages[start]["role"] == ASSISTANT
         if start or is_assistant:
@@ -323,9 +330,25 @@ def render_conversation(
         end = len(before) + find_turn_end(after[len(before) :], chat)
         mask += [0.0] * (len(before) - len(mask)) + [1.0] * (end - len(before))
         tokens = after[:end]
+        if is_assistant:
+            answers[end] = messages[start]
+    _learn_next_turns(tokens, mask, answers, chat.next_turn)
     if not any(mask):
         raise ValueError(f"row {index} of the data set has no {' or '.join(roles)} message to learn")
     return Sample(prompt=messages, tokens=tokens, loss_mask=mask, index=index, status=Status.COMPLETED)
+
+
+def _learn_next_turns(
+    tokens: list[int], mask: list[float], answers: Mapping[int, Message], next_turn: Mapping[str, int]
+) -> None:
+    """Give loss to the tokens after answers that begin the next turn; add the one that would follow the last answer."""
+    for place, answer in answers.items():
+        role = "tool" if answer.get("tool_calls") else "user"
+        if place == len(tokens) and role in next_turn:
+            tokens.append(next_turn[role])
+            mask.append(1.0)
+        elif place < len(tokens) and tokens[place] in next_turn.values():
+            mask[place] = 1.0
 
 
 def _render_opening(conversation: Conversation, chat: ChatRenderer) -> list[int]:

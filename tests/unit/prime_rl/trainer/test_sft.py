@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loguru import logger
 from small_tokenizers import CHATML, build_tokenizer
 
 from prime_rl.inference.adapters import read_adapter
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import SFTConfig, SFTDataConfig
 from prime_rl.trainer.models.registry import load_eos_ids
+from prime_rl.trainer.sft import data as sft_data
 from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, find_eos_ids
 from prime_rl.trainer.sft.samples import TokenizationStats, check_data, tokenize_rows
 from prime_rl.trainer.sft.train import train
@@ -96,6 +98,7 @@ class LetterChat:
 
     end_ids = frozenset([ord("$")])
     turn_end = [ord("$"), ord("\n")]
+    next_turn: dict[str, int] = {}
 
     def __init__(self, rewrites: bool = False, tail: str = "\n") -> None:
         self.rewrites, self.tail = rewrites, tail
@@ -339,6 +342,16 @@ def test_end_tokens_are_those_of_another_tokenizer(tmp_path: Path, tokenizer: An
     other = build_tokenizer(tmp_path / "other", CHATML, ["<|im_end|>", "<|im_start|>", "<x>"], [], {})
     assert other.convert_tokens_to_ids(["<|im_end|>", "<x>"]) == [256, 258]
     assert find_eos_ids(other, model, name) == [256]
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+def test_a_template_without_an_end_token_warns(end: str, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "\n{% endfor %}"
+    lines: list[str] = []
+    handler = logger.add(lambda message: lines.append(str(message)))
+    sft_data.build_tokenizer(make_config(tmp_path, {"name": "rows.jsonl"}, tokenizer={"chat_template": template}))
+    logger.remove(handler)
+    assert ("Answers are trained without an end token: the chat template of tiny-qwen3" in "".join(lines)) != bool(end)
 
 
 def test_loss_is_a_token_mean(tmp_path: Path) -> None:

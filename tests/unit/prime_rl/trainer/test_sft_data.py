@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loguru import logger
-from small_tokenizers import CHATML, build_llama3, build_smollm2, build_tokenizer
+from small_tokenizers import CHATML, UNMARKED, build_llama3, build_smollm2, build_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import SFTConfig
 from prime_rl.trainer.sft import validation
-from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, name_parts
+from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, find_eos_ids, name_parts
 from prime_rl.trainer.sft.samples import TokenizationStats, TokenizedSamples, tokenize_data, tokenize_rows
 from prime_rl.trainer.sft.train import train
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
@@ -119,6 +119,43 @@ def test_a_default_system_message_has_no_loss(tmp_path: Path) -> None:
         assert trained_text(sample, tokenizer) == expected
     [sample] = tokenize([{"messages": messages}], tokenizer, loss_mask={"assistant": False, "system": True})
     assert trained_text(sample, tokenizer) == ["<|im_start|>system\ns<|im_end|>"]
+
+
+def build_glm(directory: Path) -> Any:
+    """A tokenizer and template as GLM's, which appends nothing to an answer: the role of the next message ends it."""
+    template = (
+        "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    special = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+    return build_tokenizer(directory, template, special, UNMARKED, {"eos_token": "<|endoftext|>"})
+
+
+def test_the_next_role_ends_answers_without_an_end_token(tmp_path: Path) -> None:
+    tokenizer, messages = build_glm(tmp_path), [QUESTION, CALL, RESULT, ANSWER, QUESTION, ANSWER]
+    call, answer = "\n<tool_call>add</tool_call><|observation|>", "\nba<|user|>"
+    for split_turns in (False, True):
+        samples = tokenize([{"messages": messages}], tokenizer, split_turns=split_turns)
+        assert [t for sample in samples for t in trained_text(sample, tokenizer)] == [call, answer, answer]
+    [sample] = tokenize([{"messages": messages}], tokenizer, loss_mask={"user": True})
+    assert trained_text(sample, tokenizer) == ["<|user|>\nab", call, "\nba<|user|>\nab", answer]
+    [sample] = tokenize([{"messages": messages[:2]}], tokenizer)
+    assert trained_text(sample, tokenizer) == [call]
+    (tmp_path / "config.json").write_text('{"eos_token_id": 256}')
+    assert find_eos_ids(tokenizer, tmp_path) == [256, 257, 259], "also those of a base model"
+
+
+def test_an_end_token_that_only_precedes_turns_is_trained() -> None:
+    """As that of Qwen 1.5, whose last answer has none."""
+    end = "{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}"
+    template = (
+        f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}{end}{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = load_tokenizer("tiny-qwen3", template)
+    [sample] = tokenize([{"messages": [QUESTION, ANSWER, QUESTION, ANSWER]}], tokenizer)
+    assert trained_text(sample, tokenizer) == ["ba<|im_end|>"] * 2
 
 
 @pytest.mark.parametrize("has_begin", [False, True])
