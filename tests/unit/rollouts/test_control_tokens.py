@@ -207,6 +207,34 @@ def test_tools_that_only_some_chats_show_are_accepted(tmp_path: Path) -> None:
     assert render_chat(tokenizer, [{"role": "system", "content": "s"}], TOOLS), "no user message yet"
 
 
+@pytest.mark.parametrize("condition", ["m.content is none", "m.tool_calls"])
+def test_calls_are_written_by_templates_of_openais_format(condition: str, tmp_path: Path) -> None:
+    """DeepSeek's take arguments as text; those of V3 and R1 write calls of answers whose content is null only."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        f"{{% if m.role == 'assistant' and {condition} %}}{{{{ m.content or '' }}}}{{% for call in m.tool_calls %}}"
+        "{{ '<call>' + call.type + ' ' + call.function.name + ' ' + call.function.arguments }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = build_tokenizer(tmp_path, template, ROLE_TOKENS, [], {"eos_token": "<|im_end|>"})
+    for arguments, written in (('{"a":1}', '{"a":1}'), ({"a": "ü"}, '{"a": "ü"}'), (" ", "{}"), ("no json", "no json")):
+        for content in (None, ""):
+            call = make_call({"name": "add", "arguments": arguments}) | {"content": content}
+            row = {
+                "messages": [user("x"), call, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "y"}]
+            }
+            [sample] = tokenize_rows([row], SFTDataConfig(seq_len=512), tokenizer, 512, TokenizationStats())
+            trained = [t for t, m in zip(sample.tokens, sample.loss_mask, strict=True) if m]
+            assert tokenizer.decode(trained) == f"<call>function add {written}<|im_end|>y<|im_end|>"
+    chat = [user("x"), call | {"content": "so"}]
+    if condition == "m.tool_calls":
+        assert "so<call>function add no json" in tokenizer.decode(render_chat(tokenizer, chat))
+    else:
+        with pytest.raises(ValueError, match="the chat template drops tool calls beside text, so"):
+            render_chat(tokenizer, chat)
+
+
 def test_rows_with_tools_name_the_row(smollm2: Any) -> None:
     row = {"messages": [user("x"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
     with pytest.raises(ValueError, match="row 0 of the data set: the chat template drops tool calls"):

@@ -112,8 +112,9 @@ def render_pieces(
     if not tokenizer.chat_template:
         raise ValueError(NO_TEMPLATE)
     template = str(tokenizer.chat_template)
-    cleaned = [_clean_message(message, f"messages[{i}]", template) for i, message in enumerate(messages)]
     profile = inspect_template(tokenizer)
+    as_text = profile.reads_text_calls
+    cleaned = [_clean_message(message, f"messages[{i}]", template, as_text) for i, message in enumerate(messages)]
     data, marker = profile.control.hide([cleaned, tools, template_kwargs])
     hidden, hidden_tools, hidden_kwargs = data
 
@@ -165,8 +166,11 @@ def find_role(role: str, template: str) -> str:
     return "system" if role == "developer" and not _names_role(template, role) else role
 
 
-def _clean_message(message: ChatMessage, where: str, template: str) -> dict[str, Any]:
-    """Normalize a message for templates: a role they know, text content, no nulls, tool arguments as an object."""
+def _clean_message(message: ChatMessage, where: str, template: str, text_calls: bool) -> dict[str, Any]:
+    """Normalize a message for templates: a role they know, text content, no nulls, tool arguments as an object.
+
+    With `text_calls`, tool arguments are JSON text, and an answer of calls without text has null for its content.
+    """
     check_message(message, where, template)
     try:
         content = read_text(message.get("content"))
@@ -175,9 +179,11 @@ def _clean_message(message: ChatMessage, where: str, template: str) -> dict[str,
         if "tool_calls" in cleaned:
             if not isinstance(cleaned["tool_calls"], list | tuple):
                 raise ValueError(f"tool_calls must be a list, got {cleaned['tool_calls']!r}")
-            cleaned["tool_calls"] = [_clean_call(call) for call in cleaned["tool_calls"]]
+            cleaned["tool_calls"] = [_clean_call(call, text_calls) for call in cleaned["tool_calls"]]
             if not cleaned["tool_calls"]:  # that of Llama 3 takes any list for calls
                 del cleaned["tool_calls"]
+            elif text_calls and message["role"] == "assistant":
+                cleaned["content"] = content or None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return cleaned
@@ -201,12 +207,18 @@ def _part_text(part: str | Mapping[str, Any]) -> str:
     return part if isinstance(part, str) else part.get("text", "")
 
 
-def _clean_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _clean_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("function") or call, Mapping):
         raise ValueError(f"a tool call must be an object with a function, got {call!r}")
     function = dict(call.get("function") or call)
-    if isinstance(function.get("arguments"), str):
-        # Arguments that are not JSON are rendered unchanged, but blank ones, as of many clients, are none.
-        with contextlib.suppress(json.JSONDecodeError, RecursionError):
-            function["arguments"] = json.loads(function["arguments"].strip() or "{}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and not arguments.strip():  # as many clients write none
+        arguments = "{}"
+    if as_text and not isinstance(arguments, str):
+        function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        function["arguments"] = arguments
+        if not as_text:  # arguments that are not JSON are rendered unchanged
+            with contextlib.suppress(json.JSONDecodeError, RecursionError):
+                function["arguments"] = json.loads(arguments)
     return {**call, "function": function}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,8 @@ TURNS = ("user", "assistant")
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
 PLAIN_TURNS: Chat = [USER, ANSWER, {"role": "user", "content": "c"}]
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALL_NAME, ARGUMENTS = "look_up", '{"a": 1}'
+CALL = {"id": "1", "type": "function", "function": {"name": CALL_NAME, "arguments": json.loads(ARGUMENTS)}}
 CALL_TURNS: Chat = [USER, {**ANSWER, "tool_calls": [CALL]}, {"role": "tool", "content": "c", "tool_call_id": "1"}]
 
 
@@ -35,6 +37,8 @@ class TemplateProfile:
     """Tokens that the template appends to an answer."""
     next_turn: Mapping[str, int]
     """See `ChatRenderer.next_turn`."""
+    reads_text_calls: bool
+    """Whether it writes calls only in OpenAI's format: arguments as JSON text, and null for no content (DeepSeek)."""
     shown: set[str] = field(default_factory=set)
 
     def check(self, write: Write, messages: Chat, tools: Sequence[Any] | None) -> None:
@@ -42,7 +46,7 @@ class TemplateProfile:
 
         `write` renders a chat to text. Positive results are cached.
         """
-        calls = [message for message in messages if message.get("tool_calls")]
+        calls = {bool(m["content"]): m for m in reversed(messages) if m.get("tool_calls")}
         others = {m["role"]: m for m in reversed(messages) if m["role"] not in TURNS and m["content"].strip()}
 
         def depends_on(change: Callable[[Chat], Chat]) -> Callable[[Chat], bool]:
@@ -50,11 +54,12 @@ class TemplateProfile:
 
         if tools:
             self._check("tools", lambda chat: write(chat, tools) != write(chat, None), [USER], messages)
-        if calls:
-            self._check("tool calls", depends_on(_without_calls), [USER, calls[0]], messages)
+        for has_text, message in calls.items():  # that of DeepSeek-V3 writes one of both
+            what = "tool calls beside text" if has_text else "tool calls"
+            self._check(what, depends_on(partial(_without_calls, has_text)), [USER, message], messages)
         for role, message in others.items():
             what = "results of tools" if role == "tool" else f"messages of role {role!r}"
-            short = [USER, *calls[:1], message] if role == "tool" else [message, USER]
+            short = [USER, *list(calls.values())[:1], message] if role == "tool" else [message, USER]
             self._check(what, depends_on(partial(_with_longer_content, role)), short, messages)
 
     def _check(self, what: str, is_shown: Callable[[Chat], bool], short: Chat, messages: Chat) -> None:
@@ -86,8 +91,14 @@ def inspect_template(tokenizer: Any) -> TemplateProfile:
         if profile is None or (profile.template, profile.num_tokens) != (tokenizer.chat_template, len(tokenizer)):
             control = find_control_tokens(tokenizer, _write_plain_chats(tokenizer))
             end = _read_turn_end(tokenizer)
-            next_turn = _read_next_turn(tokenizer, control) if control.ids.isdisjoint(end) else {}
-            profile = TemplateProfile(tokenizer.chat_template, len(tokenizer), control, end, next_turn)
+            profile = TemplateProfile(
+                tokenizer.chat_template,
+                len(tokenizer),
+                control,
+                end,
+                next_turn=_read_next_turn(tokenizer, control) if control.ids.isdisjoint(end) else {},
+                reads_text_calls=_reads_text_calls(tokenizer),
+            )
             _profiles[tokenizer] = profile
         return profile
 
@@ -124,8 +135,25 @@ def _read_next_turn(tokenizer: Any, control: ControlTokens) -> dict[str, int]:
     return found
 
 
-def _without_calls(chat: Chat) -> Chat:
-    return [{key: value for key, value in message.items() if key != "tool_calls"} for message in chat]
+def _reads_text_calls(tokenizer: Any) -> bool:
+    """See `TemplateProfile.reads_text_calls`."""
+
+    def write(content: str | None, arguments: object) -> str:
+        call = {**CALL, "function": {"name": CALL_NAME, "arguments": arguments}}
+        chat = [USER, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        with suppress(Exception):  # a template may raise anything
+            return str(tokenizer.apply_chat_template(chat, tokenize=False))
+        return ""
+
+    return CALL_NAME not in write("", json.loads(ARGUMENTS)) and ARGUMENTS in write(None, ARGUMENTS)
+
+
+def _without_calls(has_text: bool, chat: Chat) -> Chat:
+    """The chat without the calls that are beside text, or without the others."""
+    return [
+        {key: value for key, value in message.items() if key != "tool_calls" or bool(message["content"]) != has_text}
+        for message in chat
+    ]
 
 
 def _with_longer_content(role: str, chat: Chat) -> Chat:
