@@ -38,7 +38,8 @@ DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 """Not adapted in mixture-of-experts models, not even in dense layers: `peft` maps these names to the experts."""
 
-
+TEXT_PREFIX = "model.language_model."
+"""In checkpoints of models of images and text, such as Qwen3.5, where an adapter of the language model has `model.`."""
 FINGERPRINT_SIZE = 64
 """Number of values of each frozen tensor that identify the base model of a checkpoint."""
 
@@ -254,17 +255,20 @@ def merged_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -
 def merge_adapter(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
     """Base checkpoint tensors with an adapter merged in, in their dtypes; `ValueError` for mismatched tensors."""
     merged = dict(tensors)
-    saved = {n: t for n, t in adapter.tensors.items() if ".lora_A." not in n and ".lora_B." not in n}
+    prefix = TEXT_PREFIX if f"{TEXT_PREFIX}embed_tokens.weight" in tensors else "model."
+    own = {n if n.startswith(prefix) else n.replace("model.", prefix, 1): t for n, t in adapter.tensors.items()}
+    saved = {n: t for n, t in own.items() if ".lora_A." not in n and ".lora_B." not in n}
     if unknown := sorted(saved.keys() - tensors.keys() - {"lm_head.weight"}):
         raise ValueError(
             f"the adapter's {unknown[0]} is no tensor of its base model: only adapters of linear layers and "
             "modules_to_save are supported; merge this one with peft (merge_and_unload)"
         )
-    if {"lm_head.weight", "model.embed_tokens.weight"} & saved.keys() and "lm_head.weight" not in merged:
-        merged["lm_head.weight"] = merged["model.embed_tokens.weight"]  # tied in the base checkpoint, untied here
+    table = f"{prefix}embed_tokens.weight"
+    if {"lm_head.weight", table} & saved.keys() and "lm_head.weight" not in merged:
+        merged["lm_head.weight"] = merged[table]  # tied in the base checkpoint, untied here
     merged |= {name: tensor.to(merged[name].dtype) for name, tensor in saved.items()}
-    for name in sorted({key.rpartition(".lora_")[0] for key in adapter.tensors.keys() - saved.keys()}):
-        a, b = (adapter.tensors.get(f"{name}.lora_{kind}.weight") for kind in "AB")
+    for name in sorted({key.rpartition(".lora_")[0] for key in own.keys() - saved.keys()}):
+        a, b = (own.get(f"{name}.lora_{kind}.weight") for kind in "AB")
         weight = merged.get(f"{name}.weight")
         if weight is None or a is None or b is None or weight.shape != (b.shape[0], a.shape[1]):
             raise ValueError(f"the adapter does not match its base model: {name} differs")

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,8 @@ def build_run(
     arithmetic = place.dtype if backend.model.rounds_inputs else place.arithmetic
     perf = PerfCounter(backend.whole, place.device, arithmetic, backend.ranks.size, backend.num_threads)
     model_files = read_model_files(backend.model_dir, tokenizer_dir, chat_template, eos_ids)
+    if backend.model.own_config is not None:
+        model_files = replace(model_files, config=backend.model.own_config)
     run = TrainerRun(
         backend,
         build_publisher(config, backend, model_files, first_step - 1),

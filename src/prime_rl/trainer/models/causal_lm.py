@@ -262,6 +262,8 @@ class CausalLM(nn.Module):
     """Length that no sequence may exceed, as positions are rows of a learned table; None without such a table."""
     float32_names: frozenset[str] = frozenset()
     """Parts of the names of tensors that stay in float32 in a narrow model, such as biases of routers."""
+    own_config: dict[str, Any] | None = None
+    """Contents of `config.json` for its weights, if it is only a part of the model that it was loaded from."""
     layer_class: ClassVar[type[nn.Module]] = DecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     rounds_inputs = False

@@ -12,6 +12,7 @@ Parameters keep their names in transformers, as adapters and checkpoints require
 from __future__ import annotations
 
 import inspect
+import json
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -247,6 +248,8 @@ class HFCausalLM(CausalLM):
     def describe(self) -> str:
         """How the model is computed, for the log."""
         text = f"{type(self.inner).__name__} runs on transformers' code, slower than the native decoder"
+        if self.own_config is not None:
+            text += "; it is the text part of its model, and weights are published without the other parts"
         if not self.recomputes:
             return text
         return f"{text}; generation recomputes whole sequences, without a KV cache ({self._obstacle})"
@@ -346,6 +349,8 @@ def load_hf_model(
     expected = compute_probe_logits(inner.to(device).eval(), tolerance)
     model = HFCausalLM(inner, max_len)
     model.choose_attention(expected, tolerance)
+    if inner.config.model_type != config.model_type:  # Qwen3.5: the language model of one of images and text
+        model.own_config = {**json.loads(inner.config.to_json_string()), "architectures": [type(inner).__name__]}
     for adapter in adapters:
         _merge(model, adapter)
     return model

@@ -122,6 +122,47 @@ def test_a_family_is_packed_trained_and_published(family: str, tmp_path: Path) -
     )
 
 
+def save_model_of_images_and_text(directory: Path) -> Path:
+    """Qwen3.5, of which transformers loads the language model as a causal one."""
+    import transformers
+
+    linear = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+    text = {**SHAPE, **linear, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, out_hidden_size=32)
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(directory)
+    assert any("visual" in name for name in load_file(directory / "model.safetensors"))
+    return directory
+
+
+def test_the_text_part_of_a_model_is_published_as_one(tmp_path: Path) -> None:
+    import transformers
+
+    assert train(make_config(save_model_of_images_and_text(tmp_path / "base"), tmp_path / "run")) == 0
+    directory = tmp_path / "run/weights/step_2"
+    published = json.loads((directory / "config.json").read_text())
+    assert published["model_type"] == "qwen3_5_text" and published["architectures"] == ["Qwen3_5ForCausalLM"]
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    sequences = [torch.arange(n) * 7 % 320 for n in (5, 17)]
+    expected = compute_their_logits(theirs, sequences)
+    torch.testing.assert_close(compute_logits(load_causal_lm(directory), sequences), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_adapters_of_the_text_part_are_merged_into_the_model(tmp_path: Path) -> None:
+    import transformers
+
+    base = save_model_of_images_and_text(tmp_path / "base")
+    assert train(make_config(base, tmp_path / "run", lora={"rank": 2})) == 0
+    convert(tmp_path / "run/weights/step_2", tmp_path / "merged")
+    assert load_file(tmp_path / "merged/model.safetensors").keys() == load_file(base / "model.safetensors").keys()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    sequences = [torch.arange(n) * 7 % 320 for n in (5, 17)]
+    expected = compute_logits(load_causal_lm(tmp_path / "run/weights/step_2"), sequences)
+    torch.testing.assert_close(compute_their_logits(merged, sequences), expected, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"), [("GPT2", 128), ("OPT", 128), ("GPTBigCode", 128), ("Mistral", None), ("Mamba", None)]
 )
