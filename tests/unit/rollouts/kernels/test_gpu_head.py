@@ -117,8 +117,10 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
+USES = [(torch.float32, (True, False)), (torch.float32, (False, True)), *((dtype, (True, True)) for dtype in TOLERANCE)]
+
+
+@pytest.mark.parametrize(("dtype", "uses"), USES)
 @pytest.mark.parametrize("logits_per_chunk", [None, 50 * 7], ids=["one", "many"])
 def test_head(
     logits_per_chunk: int | None, uses: tuple[bool, bool], dtype: torch.dtype, forced: pytest.MonkeyPatch

@@ -133,10 +133,12 @@ def test_norm_and_rotate(has_norm: bool, has_rope: bool, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no products of bf16
-@pytest.mark.parametrize("config", [(16, 16), (32, 16), (64, 16), (128, 32)])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (9, 3, 64), (2, 2, 16)])
+@pytest.mark.parametrize(
+    ("config", "heads", "kv_heads", "dim"),
+    [((16, 16), 9, 3, 64), ((32, 16), 4, 2, 32), ((64, 16), 2, 2, 16), ((128, 32), 9, 3, 64)],
+)
 def test_attend_step(
-    heads: int, kv_heads: int, dim: int, config: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    config: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of no, a few, exactly one block and several blocks of cached keys; the rest of a page is NaN."""
     monkeypatch.setattr(gpu, "FEW", (*config, 4, 2))
