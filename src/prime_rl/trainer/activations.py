@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from prime_rl.trainer.config import ActivationConfig, ActivationOffloadConfig
@@ -31,6 +32,36 @@ PRODUCTS = (
 
 MIN_OFFLOADED = 1 << 10
 """Minimum number of elements for which offloading a tensor pays off."""
+
+_observers: list[Callable[[Tensor], Any]] = []
+"""Called for stored tensors that the hooks of autograd do not show, see `observe_stored`."""
+
+
+@contextmanager
+def observe_stored(observe: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Call `observe` for every tensor that a forward pass in this context stores on its device for the backward pass.
+
+    Selective checkpointing keeps its tensors without hooks, and offloading replaces the hooks: both report here.
+    """
+
+    def pack(tensor: Tensor) -> Tensor:
+        observe(tensor)
+        return tensor
+
+    _observers.append(observe)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        _observers.remove(observe)
+
+
+def _report(stored: Any) -> None:
+    if _observers and not torch.compiler.is_compiling():  # tensors of compiled code are shown by the hooks
+        for tensor in tree_leaves(stored):
+            if isinstance(tensor, Tensor):
+                for observe in _observers:
+                    observe(tensor)
 
 
 def recompute_layers(
@@ -62,8 +93,11 @@ def _checkpoint_forward(
     return run
 
 
-def _save_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op.name().partition(".")[0] in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op.name().partition(".")[0] not in PRODUCTS:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    _report(context.op_output)
+    return CheckpointPolicy.MUST_SAVE
 
 
 class ActivationOffload:
@@ -84,6 +118,7 @@ class ActivationOffload:
     def pack(self, tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         """Copy to the host; small tensors and tensors without gradient (tables, indices) stay on the device."""
         if tensor.device.type not in self.kinds or not tensor.requires_grad or tensor.numel() < MIN_OFFLOADED:
+            _report(tensor)
             return tensor
         self.num_moved += 1
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin_memory)

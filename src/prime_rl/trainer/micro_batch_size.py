@@ -10,6 +10,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from prime_rl.runtime.machine import find_available_memory
+from prime_rl.trainer.activations import observe_stored
 from prime_rl.trainer.config import MAX_AUTO_TOKENS
 from prime_rl.trainer.models.moe import pop_expert_load
 from prime_rl.trainer.sharded_checkpoint import local_part
@@ -58,20 +59,19 @@ def measure_num_rows(backend: Backend, seq_len: int) -> int:
 
 
 def measure_row_bytes(backend: Backend, seq_len: int) -> int:
-    """Bytes that autograd stores in the forward pass of one full row, parameters excluded; changes no state."""
+    """Bytes that the forward pass of one full row stores on the device, parameters excluded; changes no state."""
     stored: dict[int, int] = {}
 
-    def count(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in stored and address not in find_parameters(backend.model):
             stored[address] = storage.nbytes()
-        return tensor
 
     row, sums = build_row(seq_len, backend.model.max_positions), list[Tensor]()
     device = backend.placement.device
     unchanged_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with unchanged_rng, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    with unchanged_rng, observe_stored(count):
         backend.run_micros([row], lambda _, inputs: _keep(sums, inputs.trainer_logprobs), train=False)
     if backend.ranks.size > 1:
         backend.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds

@@ -57,8 +57,12 @@ def test_stored_bytes_grow_with_length_and_layers(tmp_path: Path) -> None:
     assert 3 < long / short < 20  # linear and, in exact attention, quadratic terms
     shallow = measure_row_bytes(build(tmp_path, debug={"random_init": True, "num_layers": 1}), 256)
     assert shallow < 0.8 * long
-    recomputed = measure_row_bytes(build(tmp_path, ac={"freq": 1}), 256)
-    assert recomputed < 0.8 * long
+    recomputed, selective, offloaded = (
+        measure_row_bytes(build(tmp_path, **options), 256)
+        for options in ({"ac": {}}, {"ac": {"mode": "selective"}}, {"ac": {"mode": "selective"}, "ac_offloading": {}})
+    )
+    assert recomputed < 0.7 * selective and selective < 0.95 * long
+    assert offloaded == selective, "on a CPU nothing is moved"
 
 
 @pytest.mark.parametrize("reshards", [True, False])
