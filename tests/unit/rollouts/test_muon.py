@@ -84,6 +84,18 @@ def test_embeddings_of_any_name_use_adamw(family: str, embeddings: set[str], tmp
         assert len(matrices["params"]) == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 16)),  # gpt-oss
+        ("model.layers.0.self_attn.q_norm.weight", (4, 16)),  # Cohere
+        ("backbone.layers.0.mixer.A_log", (16, 4)),  # Mamba
+    ],
+)
+def test_vectors_stored_as_matrices_use_adamw(name: str, shape: tuple[int, int]) -> None:
+    assert not is_matrix(name, torch.zeros(shape))
+
+
 def test_an_update_is_as_large_as_adamws() -> None:
     """2502.16982: with match_rms_adamw the root mean square of an update with lr 1 is about 0.2 for any shape."""
     for shape in [(16, 64), (128, 32), (64, 64)]:

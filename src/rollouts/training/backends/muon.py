@@ -144,5 +144,10 @@ def find_embeddings(model: nn.Module, head: nn.Module | None) -> set[str]:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon updates this parameter, judged by its shape and name."""
-    return parameter.ndim >= 2 and not any(part in NOT_MATRICES for part in name.split("."))
+    """Whether Muon updates this parameter, judged by its shape and name.
+
+    Biases of experts, norms per head and Mamba's `A_log` have several dimensions, but are vectors.
+    """
+    *modules, own = name.split(".")
+    is_vector = own.endswith("bias") or own == "A_log" or (bool(modules) and modules[-1].endswith("norm"))
+    return parameter.ndim >= 2 and not is_vector and not any(part in NOT_MATRICES for part in (*modules, own))
