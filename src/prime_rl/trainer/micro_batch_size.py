@@ -46,8 +46,9 @@ def measure_num_rows(backend: Backend, seq_len: int) -> int:
     if backend.pipeline is not None:
         raise ValueError('micro_bs "auto" is not supported with parallel.pp: give a number of rows')
     row_bytes = measure_row_bytes(backend, seq_len)
-    state_bytes = STATE_BYTES * sum(local_part(tensor).numel() for tensor in backend.parameters.values())
     device = backend.placement.device
+    own = [local_part(tensor) for tensor in backend.parameters.values()]
+    state_bytes = STATE_BYTES * sum(part.numel() for part in own if part.device.type == device.type)
     free_bytes = find_free_bytes(device) / count_local_ranks(device)
     rows = choose_num_rows(row_bytes, free_bytes - state_bytes, seq_len, device.type, backend.num_threads)
     rows = min(int(data) for data in backend.ranks.gather_bytes(str(rows).encode()))

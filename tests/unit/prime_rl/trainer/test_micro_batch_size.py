@@ -84,6 +84,16 @@ def test_measuring_changes_no_state(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.model.state_dict().items())
 
 
+def test_state_in_host_memory_takes_none_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = build(tmp_path)
+    state = micro_batch_size.STATE_BYTES * sum(p.numel() for p in backend.parameters.values())
+    monkeypatch.setattr(micro_batch_size, "find_free_bytes", lambda device: float(state))
+    monkeypatch.setattr(micro_batch_size, "measure_row_bytes", lambda *_: state / 16)
+    assert measure_num_rows(backend, 64) == 1
+    on_gpu = replace(backend, placement=replace(backend.placement, device=torch.device("cuda")))
+    assert measure_num_rows(on_gpu, 64) == 8, "0.8 * 16 / 1.5 = 8.5"
+
+
 def test_size_is_logged_and_kept_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, lines = build_config(tmp_path), list[str]()
     backend = build_backend(config)
