@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import http.client
 import ipaddress
+import math
 import mmap
 import os
 import socket
 from pathlib import Path
 
-DEVICES, DRIVER, CONTROL_GROUP = Path("/dev"), Path("/proc/driver/nvidia"), Path("/sys/fs/cgroup")
+DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia")
+CONTROL_GROUP, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def check_port_free(host: str | None, port: int, key: str = "inference.server.port") -> None:
@@ -163,23 +165,25 @@ def _load_libc(function: str) -> ctypes.CDLL | None:
 
 
 def find_memory() -> int:
-    """Bytes of the machine's memory, at most the limit of this process's control group, such as a container's."""
+    """Bytes of the machine's memory, at most the limit of this process's control groups, such as a container's."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read_memory_limit()
-    return physical if limit is None else min(physical, limit)
+    return min([physical, *_read_memory_limits().values()])
 
 
-def _read_memory_limit() -> int | None:
-    """Bytes that the control group may use; None without a limit."""
-    try:
-        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit)
+def _read_memory_limits() -> dict[Path, int]:
+    """Bytes that the control group of this process and its parents, such as those of a job, may use, where limited."""
+    lines = OWN_GROUP.read_text().splitlines() if OWN_GROUP.is_file() else []
+    own = CONTROL_GROUP / next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    limits = {}
+    for group in (own, *own.parents):
+        file = group / "memory.max"
+        if group.is_relative_to(CONTROL_GROUP) and file.is_file() and (limit := file.read_text().strip()) != "max":
+            limits[group] = int(limit)
+    return limits
 
 
 def find_available_memory() -> float:
-    """Bytes that this process may allocate: free memory of the machine, at most what its control group leaves.
+    """Bytes that this process may allocate: free memory of the machine, at most what its control groups leave.
 
     Half of the physical memory on systems without /proc.
     """
@@ -188,10 +192,14 @@ def find_available_memory() -> float:
         return find_memory() / 2
     [line] = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
     available = 1024.0 * int(line.split()[1])
-    limit, current = _read_memory_limit(), CONTROL_GROUP / "memory.current"
-    if limit is None or not current.is_file():
-        return available
-    stat = CONTROL_GROUP / "memory.stat"
+    return min([available, *(_find_rest(group, limit) for group, limit in _read_memory_limits().items())])
+
+
+def _find_rest(group: Path, limit: int) -> float:
+    """Bytes below the limit of a control group."""
+    current, stat = group / "memory.current", group / "memory.stat"
+    if not current.is_file():
+        return math.inf
     counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
     cached = int(counts.get("inactive_file", 0))  # contents of files, which the system drops when memory is short
-    return min(available, float(limit - int(current.read_text()) + cached))
+    return limit - int(current.read_text()) + cached

@@ -113,6 +113,21 @@ def test_cached_files_are_free_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def test_memory_limits_of_a_job_and_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of containers a process sees the whole tree, in which a limit may be at any level."""
+    own = tmp_path / "tree" / "system.slice" / "job_7" / "step_0"
+    own.mkdir(parents=True)
+    (tmp_path / "cgroup").write_text("1:name=systemd:/x\n0::/system.slice/job_7/step_0\n")
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path / "tree")
+    monkeypatch.setattr(machine, "OWN_GROUP", tmp_path / "cgroup")
+    (own / "memory.max").write_text("max\n")
+    for group, limit, current in ((own.parent, 900_000, 100_000), (own.parents[1], 2_000_000, 1_700_000)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{current}\n")
+    (tmp_path / "memory.max").write_text("5\n")  # not in the tree
+    assert find_memory() == 900_000 and find_available_memory() == 300_000
+
+
 def test_health() -> None:
     class Health(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
