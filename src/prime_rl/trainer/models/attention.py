@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prime_rl.trainer.models.decoder_config import AttentionMode
-from prime_rl.trainer.models.flash_attention import FlashPack, find_grouped_options
+from prime_rl.trainer.models.flash_attention import FLASH_HEAD, FlashPack, find_grouped_options
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels import native
 from rollouts.training.numerics import KEY_BLOCK, measuring, padded
@@ -222,6 +222,7 @@ class PackedAttention:
         self.longest = max(lengths)
         if mode == "flash":
             self.pack = FlashPack(lengths, device)
+            self.padded: PackedAttention | None = None
             return
         shared = [0] * len(lengths) if tree is None else tree.shared
         nodes = (torch.arange(sum(lengths)) if tree is None else tree.node).split(lengths)
@@ -255,7 +256,10 @@ class PackedAttention:
         if window is not None and window >= self.longest:
             window = None
         if self.mode == "flash":
-            return self.pack.attend(q, k, v, window)
+            if q.shape[-1] <= FLASH_HEAD:
+                return self.pack.attend(q, k, v, window)
+            self.padded = self.padded or PackedAttention(self.lengths, q.device, "sdpa", dtype=q.dtype)
+            return self.padded(layer, q, k, v, window)
         outs = []
         for bucket in self.buckets:
             rows = take(q, bucket.queries), take(k, bucket.keys), take(v, bucket.keys)

@@ -25,6 +25,12 @@ CUDNN_SIZES = 8
 CUDNN_HEAD = 128
 """Largest head size given to cuDNN."""
 
+FLASH_HEAD = 256
+"""Largest head size of FlashAttention; layers with a larger one are computed as padded rows."""
+
+FLASH_MULTIPLE = 8
+"""FlashAttention takes head sizes that are multiples of this; others are padded with zeros."""
+
 HOPPER = (9, 0)
 """Compute capability from which cuDNN is the faster one."""
 
@@ -125,16 +131,22 @@ def flash_attention(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    group, options = q.shape[1] // k.shape[1], None
+    dim, group = q.shape[-1], q.shape[1] // k.shape[1]
+    options: dict[str, Any] | None = None
+    scale = None
+    if padding := -dim % FLASH_MULTIPLE:
+        q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
+        scale = dim**-0.5
     if group > 1:
         options = None if torch.compiler.is_compiling() else find_grouped_options(q.device)
         if options is None:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     key_ends, longest_key = ends if key_ends is None else key_ends, longest_key or longest
     window_size = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(q, k, v, ends, key_ends, longest, longest_key, window_size=window_size, **(options or {}))
+    options = {"scale": scale, "window_size": window_size, **(options or {})}
+    out = varlen_attn(q, k, v, ends, key_ends, longest, longest_key, **options)
     assert isinstance(out, Tensor)
-    return out
+    return out[..., :dim]
 
 
 @functools.cache

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from prime_rl.trainer.models import flash_attention
 from prime_rl.trainer.models.attention import PackedAttention
@@ -55,6 +58,25 @@ def test_windows_and_large_heads_by_flash_attention(computed: list[int]) -> None
     FlashPack([20], "cpu").attend(*draw(20), 4)
     FlashPack([20], "cpu").attend(*draw(20, 256), None)
     assert computed == []
+
+
+@pytest.mark.parametrize("dim", [12, 16, 257])
+@pytest.mark.parametrize("window", [None, 3])
+def test_heads_of_any_size(dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def fused(q: Tensor, *rest: Any, scale: float | None = None, window_size: tuple[int, int]) -> Tensor:
+        sizes.append(size := q.shape[-1])
+        k, v, ends, _, longest, _ = rest
+        factor = 1.0 if scale is None else scale * size**0.5
+        return attend(q * factor, k, v, ends, longest, window_size[0] + 1 or None)
+
+    monkeypatch.setattr(varlen, "varlen_attn", fused)
+    monkeypatch.setattr(flash_attention, "find_grouped_options", lambda device: {})
+    lengths, inputs = [3, 7, 1], draw(11, dim)
+    outs = [PackedAttention(lengths, mode=mode)(0, *inputs, window) for mode in ("flash", "sdpa")]
+    assert sizes == ([] if dim > 256 else [16]), "torch refuses more than 256 and odd sizes"
+    torch.testing.assert_close(*outs)
 
 
 def test_neighboring_short_sequences_are_one_part(computed: list[int]) -> None:
