@@ -83,10 +83,19 @@ class FakeBatches:
             sample.teacher_table = TeacherTable(k, logprobs, ids.tobytes(), tail.tobytes())
 
 
-def build_batches(config: TrainConfig, vocab_size: int) -> Batches:
-    """Batch source of a run: fake data with `data.fake`, else the orchestrator."""
+def build_batches(config: TrainConfig, vocab_size: int, max_positions: int | None = None) -> Batches:
+    """Batch source of a run: fake data with `data.fake`, else the orchestrator.
+
+    `ValueError` for fake samples longer than the positions of the model; see `CausalLM.max_positions`.
+    """
     if config.data.fake is not None:
-        return FakeBatches(config.data.fake, config.model.seq_len, vocab_size, config.seed, config.loss)
+        seq_len = config.model.seq_len
+        if max_positions is not None and seq_len > max_positions:
+            raise ValueError(
+                f"fake samples have up to {seq_len:,} tokens, but this model has {max_positions:,} positions: lower "
+                f"model.seq_len to {max_positions}"
+            )
+        return FakeBatches(config.data.fake, seq_len, vocab_size, config.seed, config.loss)
     transport = config.transport
     return build_receiver(transport.type, RunDir(config.output_dir).rollouts, transport.host, transport.port)
 

@@ -201,6 +201,12 @@ def test_rows_longer_than_the_table_of_positions_are_refused(tmp_path: Path) -> 
     assert train_sft(SFTConfig.model_validate(values | {"data": values["data"] | {"seq_len": 128}})) == 0
 
 
+def test_fake_samples_longer_than_the_table_are_refused(tmp_path: Path) -> None:
+    config = make_config(save_model("gpt2", tmp_path), tmp_path / "run", seq_len=129)
+    with pytest.raises(ValueError, match=r"up to 129 tokens, .* 128 positions: lower model\.seq_len to 128"):
+        train(config)
+
+
 def test_packs_may_be_longer_than_the_table_of_positions(tmp_path: Path) -> None:
     """Positions restart in each sample."""
     rows = tmp_path / "rows.jsonl"
