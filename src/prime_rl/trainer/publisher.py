@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from rollouts.training.steps import complete_steps, is_due, prune_steps, step_pa
 
 MAX_SHUTDOWN_WAIT_S = 3600.0
 WAIT_LOG_INTERVAL_S = 30.0
+ROUND_S = 0.5
+"""Length of a round in which ranks wait for files: one collective for all of the wait might time out."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,13 @@ class Publisher:
         if backend.average is not None:
             with backend.average.in_place():
                 average = backend.export_state_dict()
-                backend.ranks.run_on_rank0(lambda: self._write(self.run.average, step, None, average))
+
+                def write_average() -> None:
+                    if backend.ranks.rank == 0:
+                        self._write(self.run.average, step, None, average)
+
+                self._pending = self._writer.submit(write_average)
+                self.wait()
         tensors, num_threads = backend.export_state_dict(), torch.get_num_threads()
         is_later = background and self.sender is None and backend.concurrent is not None
         canary = None if is_later else backend.compute_canary(step, texts)
@@ -103,8 +111,12 @@ class Publisher:
     def wait(self) -> None:
         """Wait until the files of the last version are complete (collective); raises the error of writing them."""
         if (pending := self._pending) is not None:
-            self._pending = None
-            self.backend.ranks.run_on_rank0(pending.result)
+            self._pending, ranks = None, self.backend.ranks
+            is_complete = False
+            while not is_complete and ranks.size > 1:
+                is_done = ranks.rank == 0 and bool(wait([pending], timeout=ROUND_S).done)
+                is_complete = any(ranks.sum([float(is_done)]))
+            ranks.run_on_rank0(pending.result)
 
     def publish_start(self, step: int) -> None:
         """Publish the version that a resumed run starts from (0: none), for the engines."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -60,6 +62,29 @@ def test_closing_waits_for_receivers_up_to_its_limit(tmp_path: Path, monkeypatch
     assert not waits and not other.num_closed, "only rank 0 of a run that sends"
     build(tmp_path, sender := Sender()).close()
     assert waits == ["the engines to receive step_3"] * 2 and sender.num_closed == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_wait_in_rounds_shorter_than_their_timeout(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one long collective instead, the other ranks fail at `dist_timeout_seconds`."""
+    monkeypatch.setattr(publisher, "ROUND_S", 0.01)
+    pending, rounds = Future[None](), list[float]()
+
+    class FakeRanks(Ranks):
+        def sum(self, values: Sequence[float]) -> list[float]:
+            if len(values) == self.size:  # which rank failed
+                return list(values)
+            rounds.append(values[0])
+            if len(rounds) == 3:
+                pending.set_result(None)
+            return list(values) if self.rank == 0 else [float(len(rounds) == 4)]
+
+    ours = build(tmp_path, None)
+    ours.backend.ranks, ours._pending = FakeRanks(rank, 2), pending
+    ours.wait()
+    assert rounds == [0.0, 0.0, 0.0, float(rank == 0)] and ours._pending is None
 
 
 @pytest.fixture
