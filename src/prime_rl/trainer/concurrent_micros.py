@@ -24,6 +24,8 @@ from prime_rl.trainer.models.causal_lm import CausalLM
 from rollouts.training.batching import MicroBatch
 from rollouts.training.rl_losses import LossInputs
 
+THREADS = "a trainer with several threads per product (the default on more than four cores)"
+
 
 class _Stopped(Exception):
     """Another thread has failed."""
@@ -128,7 +130,8 @@ def build_concurrent_micros(
         return None
     obstacle = find_obstacle(config, placement, model, num_ranks)
     if wanted is not None and obstacle is not None:
-        raise ValueError(f"max_concurrent_micro_batches is {wanted}, which {obstacle} does not support: leave it out")
+        cure = "set OMP_NUM_THREADS=1 in the environment, or leave it out" if obstacle == THREADS else "leave it out"
+        raise ValueError(f"max_concurrent_micro_batches is {wanted}, which {obstacle} does not support: {cure}")
     num = min(wanted or 2, num_cores())
     is_small = wanted is None and sum(p.numel() for p in model.parameters()) < MIN_PARAMETERS
     return None if obstacle is not None or is_small or num < 2 else ConcurrentMicros(num)
@@ -140,7 +143,7 @@ def find_obstacle(config: ModelConfig, placement: DeviceConfig, model: CausalLM,
     reasons = {
         f"device {placement.device.type}": placement.device.type != "cpu",
         "a run of several ranks": num_ranks > 1,
-        "OMP_NUM_THREADS above 1": torch.get_num_threads() > 1,
+        THREADS: torch.get_num_threads() > 1,
         "this model class": type(model) is not CausalLM or model.config.num_experts > 0,
         "model.ac or model.compile": config.ac is not None or config.compile is not None,
         "model.lora.dropout": has_dropout,  # random numbers are drawn in the order of execution

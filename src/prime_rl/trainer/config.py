@@ -163,7 +163,8 @@ class TrainerConfig(TrackersConfig):
 
     max_concurrent_micro_batches: int | None = Field(default=None, ge=1)
     """Micro-batches computed at once on a CPU while other processes leave cores free; unset: 2 for a model of 20M
-    parameters or more. Each takes memory for its activations and gradients; the results do not change."""
+    parameters or more. Needs one thread per product: the default on few cores, elsewhere OMP_NUM_THREADS=1. Each takes
+    memory for its activations and gradients; the results do not change."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Number of optimizer steps; unset: run until stopped."""

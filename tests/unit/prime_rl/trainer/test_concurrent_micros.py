@@ -110,3 +110,9 @@ def test_concurrency_that_is_not_supported_is_rejected(tmp_path: Path) -> None:
         ValueError, match=r"max_concurrent_micro_batches is 2, which model\.ac or model\.compile does not"
     ):
         build(tmp_path, max_concurrent_micro_batches=2, model={"ac": {}})
+
+
+def test_several_threads_per_product_are_named_with_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    with pytest.raises(ValueError, match=r"several threads per product .*: set OMP_NUM_THREADS=1 in the environment"):
+        build(tmp_path, max_concurrent_micro_batches=2)
