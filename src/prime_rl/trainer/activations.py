@@ -69,8 +69,8 @@ def recompute_layers(
 ) -> None:
     """Checkpoint every `freq`-th layer: store its inputs only (full) or also its matrix products (selective).
 
-    With `offload` the inputs are moved to host memory. The layer's forward is replaced in place, so parameter names
-    do not change.
+    With `offload` the inputs are moved to host memory, the products are not. The layer's forward is replaced in place,
+    so parameter names do not change.
     """
     context_fn = (lambda: create_selective_checkpoint_contexts(_save_products)) if config.mode == "selective" else None
     host = ActivationOffload(offload.pin_memory) if offload is not None else None

@@ -53,7 +53,8 @@ class ActivationConfig(BaseConfig):
 
 
 class ActivationOffloadConfig(BaseConfig):
-    """Offload the activations stored under model.ac to host memory until the backward pass."""
+    """Keep the layer inputs stored under model.ac in host memory until the backward pass; what ac.mode = selective
+    stores besides stays on the device."""
 
     pin_memory: bool = True
     """Use pinned (page-locked) host memory for faster transfers."""
