@@ -15,7 +15,7 @@ from prime_rl.plan.memory import LOGITS, count_critic, count_models, count_polic
 from prime_rl.plan.shapes import ModelShape, read_shape
 from prime_rl.plan.speed import training_flops
 from prime_rl.runtime.core_lease import MIN_PARAMETERS
-from prime_rl.runtime.machine import find_memory, num_cores
+from prime_rl.runtime.machine import FEW_CORES, find_memory, num_cores
 
 ROWS = 256
 """Rows of the measured products, as in a micro-batch."""
@@ -138,7 +138,8 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     kept *= count_models(config)
     fixed = 16.0 if config.trainer.ema_decay is not None else 12.0  # weights, two moments, and their average
     cached = rollouts * (config.prompt_tokens + config.longest_completion) * 2.0 * shape.kv_bytes
-    at_once = config.trainer.max_concurrent_micro_batches or (2 if shape.parameters >= MIN_PARAMETERS else 1)
+    is_concurrent = shape.parameters >= MIN_PARAMETERS and machine.cores <= FEW_CORES
+    at_once = config.trainer.max_concurrent_micro_batches or (2 if is_concurrent else 1)
     at_once = min(at_once, machine.cores) if num_ranks == 1 else 1
     weights = ((fixed + 4.0 * at_once) * trained + 4.0 * frozen) * parallel.dp_replicate
     activations = at_once * (kept * num_ranks / parallel.model_ranks + LOGITS * num_ranks)

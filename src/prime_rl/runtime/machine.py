@@ -14,6 +14,9 @@ from pathlib import Path
 DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia")
 CONTROL_GROUP, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
+FEW_CORES = 4
+"""Up to this many cores, use one thread: the processes of a run oversubscribe the cores otherwise."""
+
 
 def check_port_free(host: str | None, port: int, key: str = "inference.server.port") -> None:
     """Raise `ValueError` naming `key` and a fix if `port` is in use."""

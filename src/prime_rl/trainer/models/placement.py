@@ -6,10 +6,7 @@ import os
 
 import torch
 
-from prime_rl.runtime.machine import num_cores
-
-FEW_CORES = 4
-"""Up to this many cores, use one thread: the processes of a run oversubscribe the cores otherwise."""
+from prime_rl.runtime.machine import FEW_CORES, num_cores
 
 
 def find_device(name: str) -> torch.device:
