@@ -133,17 +133,17 @@ def flash_attention(
 
     dim, group = q.shape[-1], q.shape[1] // k.shape[1]
     options: dict[str, Any] | None = None
-    scale = None
+    scaled: dict[str, Any] = {}
     if padding := -dim % FLASH_MULTIPLE:
         q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
-        scale = dim**-0.5
+        scaled = {"scale": dim**-0.5}
     if group > 1:
         options = None if torch.compiler.is_compiling() else find_grouped_options(q.device)
         if options is None:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     key_ends, longest_key = ends if key_ends is None else key_ends, longest_key or longest
     window_size = (-1 if window is None else window - 1, 0)
-    options = {"scale": scale, "window_size": window_size, **(options or {})}
+    options = {"window_size": window_size, **scaled, **(options or {})}
     out = varlen_attn(q, k, v, ends, key_ends, longest, longest_key, **options)
     assert isinstance(out, Tensor)
     return out[..., :dim]
