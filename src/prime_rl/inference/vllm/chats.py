@@ -1,4 +1,4 @@
-"""Renders chats whose data contains control-token strings, which vLLM would tokenize as control tokens."""
+"""Renders chats that vLLM would render differently: control-token strings in data, and tool calls as JSON text."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class ChatGuard:
         return orjson.dumps(body)
 
     def render(self, body: Json) -> list[int] | None:
-        """Token ids of a chat whose data contains control-token strings; None if vLLM may render the chat.
+        """Token ids of a chat that vLLM must not render; None if it may.
 
+        vLLM would tokenize control-token strings in data as control tokens, and gives calls to templates in one format.
         `ApiError` if rendering fails, the chat template drops tools or messages, or an option needs vLLM's rendering.
         """
         messages, options = body.get("messages"), body.get("chat_template_kwargs") or {}
@@ -51,18 +52,22 @@ class ChatGuard:
         if not self.tokenizer.chat_template:
             return None
         data = [messages, _parse_arguments(messages), tools, options]
-        token = inspect_template(self.tokenizer).control.find(data)
-        if token is None and not tools and not any(map(_may_be_dropped, messages)):
+        profile = inspect_template(self.tokenizer)
+        token = profile.control.find(data)
+        obstacle = None if token is None else repr(token)
+        if obstacle is None and profile.reads_text_calls and any(message.get("tool_calls") for message in messages):
+            obstacle = "tool calls, which the chat template reads as JSON text"
+        if obstacle is None and not tools and not any(map(_may_be_dropped, messages)):
             return None
-        if token is not None and (option := _find_unsupported(body)):
-            raise ApiError(f"the chat contains {token!r}, so {option} is not supported with vLLM: remove one of them")
+        if obstacle is not None and (option := _find_unsupported(body)):
+            raise ApiError(f"the chat contains {obstacle}, so {option} is not supported with vLLM: remove one of them")
         try:
             ids = render_chat(
                 self.tokenizer, messages, tools, body.get("add_generation_prompt") is not False, **options
             )
         except (ValueError, TypeError) as error:
             raise ApiError(str(error), param="messages") from error
-        return None if token is None else ids
+        return None if obstacle is None else ids
 
 
 def _find_unsupported(body: Json) -> str | None:

@@ -779,6 +779,23 @@ def test_chats_with_control_tokens_have_fewer_options(options: dict[str, Any], n
     assert guard.render({"messages": [{"role": "user", "content": "a"}], **options}) is None
 
 
+def test_vllm_gets_ids_of_calls_that_templates_read_as_text() -> None:
+    """As those of DeepSeek, to which vLLM gives no null content and no arguments as text."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and m.content is none %}"
+        "{% for call in m.tool_calls %}<call>{{ call.function.name + call.function.arguments }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    tokenizer = load_tokenizer("tiny-qwen3", template)
+    guard, turn = ChatGuard(lambda: tokenizer), {"role": "user", "content": "x"}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    chat = {"messages": [turn, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    assert '<call>add{"a": 1}<|im_end|>' in tokenizer.decode(guard.render(chat))
+    with pytest.raises(ApiError, match=r"contains tool calls, which .*, so stream is not supported with vLLM"):
+        guard.render(chat | {"stream": True})
+    assert guard.render({"messages": [turn], "stream": True}) is None
+
+
 def test_vllm_gets_no_tools_that_the_template_drops(tmp_path: Path) -> None:
     guard = ChatGuard(lambda: build_smollm2(tmp_path))
     chat = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f"}}]}
