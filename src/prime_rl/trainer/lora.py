@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -255,15 +255,14 @@ def merged_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -
 def merge_adapter(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
     """Base checkpoint tensors with an adapter merged in, in their dtypes; `ValueError` for mismatched tensors."""
     merged = dict(tensors)
-    prefix = TEXT_PREFIX if f"{TEXT_PREFIX}embed_tokens.weight" in tensors else "model."
-    own = {n if n.startswith(prefix) else n.replace("model.", prefix, 1): t for n, t in adapter.tensors.items()}
+    own = {_find_base_name(name, tensors): tensor for name, tensor in adapter.tensors.items()}
     saved = {n: t for n, t in own.items() if ".lora_A." not in n and ".lora_B." not in n}
     if unknown := sorted(saved.keys() - tensors.keys() - {"lm_head.weight"}):
         raise ValueError(
             f"the adapter's {unknown[0]} is no tensor of its base model: only adapters of linear layers and "
             "modules_to_save are supported; merge this one with peft (merge_and_unload)"
         )
-    table = f"{prefix}embed_tokens.weight"
+    table = _find_base_name("model.embed_tokens.weight", tensors)
     if {"lm_head.weight", table} & saved.keys() and "lm_head.weight" not in merged:
         merged["lm_head.weight"] = merged[table]  # tied in the base checkpoint, untied here
     merged |= {name: tensor.to(merged[name].dtype) for name, tensor in saved.items()}
@@ -274,6 +273,12 @@ def merge_adapter(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, 
             raise ValueError(f"the adapter does not match its base model: {name} differs")
         merged[f"{name}.weight"] = merge(weight, a, b, adapter.spec.scale)
     return merged
+
+
+def _find_base_name(name: str, tensors: Collection[str]) -> str:
+    """Name of an adapter's tensor in a base checkpoint that may have `TEXT_PREFIX`; `name` if it has neither."""
+    names = name, name.replace("model.", TEXT_PREFIX, 1)
+    return next((n for n in names if re.sub(r"\.lora_[AB]\.", ".", n) in tensors), name)
 
 
 def peft_config(model: CausalLM, spec: LoraSpec, base_model: str | None) -> dict[str, Any]:

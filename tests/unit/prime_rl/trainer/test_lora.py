@@ -322,6 +322,20 @@ def test_tensors_that_cannot_be_merged_are_refused(kind: str) -> None:
         merge_adapter(tensor_names(model), adapter)
 
 
+def test_adapters_of_models_of_images_and_text_are_merged() -> None:
+    """Of the complete model, and of its language model alone, whose names lack a prefix."""
+    image, text = "model.visual.qkv", "model.language_model.layers.0.q_proj"
+    tensors = {f"{name}.weight": torch.zeros(4, 4) for name in (image, text)}
+    tensors["model.language_model.embed_tokens.weight"] = torch.zeros(8, 4)
+    for name, own in ((image, image), (text, text), ("model.layers.0.q_proj", text)):
+        pair = {f"{name}.lora_A.weight": torch.ones(2, 4), f"{name}.lora_B.weight": torch.ones(4, 2)}
+        merged = merge_adapter(tensors, Adapter(LoraSpec(rank=2, alpha=2), pair))
+        assert [key for key in tensors if merged[key].any()] == [f"{own}.weight"]
+    saved = {"model.embed_tokens.weight": torch.ones(8, 4)}
+    merged = merge_adapter(tensors, Adapter(LoraSpec(rank=2, alpha=2), saved))
+    assert merged["model.language_model.embed_tokens.weight"].all() and not merged["lm_head.weight"].any()
+
+
 def test_patterns_match_like_peft() -> None:
     names = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.xq_proj"]
     assert match_modules(names, ["q_proj"]) == names[:2]
