@@ -53,8 +53,8 @@ class ServerConfig(BaseConfig):
     allowed_hosts: list[str] = []
     """Additional Host header values accepted without a key, e.g. the name of a reverse proxy."""
 
-    max_request_mb: float = Field(default=64.0, gt=0)
-    """Maximum request body in megabytes; larger ones get HTTP 413 before they are read."""
+    max_request_mb: float | None = Field(default=None, gt=0)
+    """Maximum request body in megabytes; larger ones get HTTP 413 before they are read. Unset: 64."""
 
     read_timeout: float = Field(default=20.0, gt=0)
     """Timeout in seconds for reading the request head, for its body (extended while the body arrives at 64 KB/s), and
@@ -66,6 +66,11 @@ class ServerConfig(BaseConfig):
 
     drain_timeout: float = Field(default=3.0, ge=0)
     """Seconds for running requests to finish on shutdown."""
+
+    @property
+    def max_request_bytes(self) -> int:
+        """`max_request_mb` in bytes."""
+        return round((64 if self.max_request_mb is None else self.max_request_mb) * 2**20)
 
 
 class ModelConfig(BaseConfig):

@@ -71,7 +71,7 @@ def build_app(service: ServerState) -> Starlette:
         middleware=[
             Middleware(
                 intake.BodyLimit,
-                max_bytes=round(limits.max_request_mb * 2**20),
+                max_bytes=limits.max_request_bytes,
                 read_timeout_s=limits.read_timeout,
                 answer_error=routes.build_error_response,
             )

@@ -191,6 +191,16 @@ def test_wandb_runs_have_names_of_their_own() -> None:
     assert named.trainer.wandb and named.trainer.wandb.name == "mine"
 
 
+def test_recorded_limits_that_are_unset_have_their_default(tmp_path: Path) -> None:
+    recorded = tmp_path / "rl.toml"
+    recorded.write_text('[inference.server]\nmax_request_mb = "None"\n')
+    for config, megabytes in (
+        (parse("@", str(recorded)), 64),
+        (parse("--inference.server.max-request-mb", "0.5"), 0.5),
+    ):
+        assert config.inference is not None and config.inference.server.max_request_bytes == megabytes * 2**20
+
+
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_an_option_switches_a_recorded_tracker(tracker: str, tmp_path: Path) -> None:
     write_config(parse(f"--{tracker}"), tmp_path / "on.toml")

@@ -69,8 +69,9 @@ class PrimeRoutes:
         elif scope["type"] == "http":
             if self._limited is None:
                 limits = self.config.server
-                max_bytes = round(limits.max_request_mb * 2**20)
-                self._limited = BodyLimit(self._serve, max_bytes, limits.read_timeout, build_error_response)
+                self._limited = BodyLimit(
+                    self._serve, limits.max_request_bytes, limits.read_timeout, build_error_response
+                )
             await self._limited(scope, receive, send)
         else:
             await self.app(scope, receive, send)
