@@ -186,9 +186,10 @@ class PromptBuffer:
                 env.move(position - env.first_id, PromptPool.QUARANTINED)
             elif outcome.reward is not None:
                 self._num_failures.pop(position, None)
-                if self._curriculum is not None:
+                is_reference = env.name in self.references
+                if self._curriculum is not None and not is_reference:
                     self._rewards[position] = outcome.reward
-                pool = None if env.name in self.references else self._pool_for(outcome.reward)
+                pool = None if is_reference else self._pool_for(outcome.reward)
                 if env.move(position - env.first_id, pool) and pool is not None:
                     self.evicted[pool] += 1
 
@@ -229,8 +230,11 @@ class PromptBuffer:
             env.num_offered = Counter({pool: offered for pool, (offered, _) in counts.items()})
             env.num_pool_drawn = Counter({pool: drawn for pool, (_, drawn) in counts.items()})
             env.pools = {PromptPool(pool): dict.fromkeys(rows) for pool, rows in pools.items()}
+            if env.name in self.references:  # states of earlier versions have some
+                env.pools |= {PromptPool.EASY: {}, PromptPool.HARD: {}}
         self._num_failures = Counter(dict(state["strikes"]))
-        self._rewards = dict(state["rewards"])
+        rewards = dict(state["rewards"]).items()
+        self._rewards = {at: reward for at, reward in rewards if self._env_of(at).name not in self.references}
 
     def _hash_prompts(self) -> str:
         """Hash over names and rows."""

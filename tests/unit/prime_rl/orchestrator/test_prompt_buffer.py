@@ -136,6 +136,19 @@ def test_prompts_of_references_are_in_no_difficulty_pool() -> None:
     ]
 
 
+def test_rewards_of_references_are_ignored_after_resume() -> None:
+    earlier, config = make({"a": 2, "b": 2}), BufferConfig(curriculum=f"{__name__}:early_levels", hard_threshold=0.1)
+    state = earlier.save_state() | {"rewards": [[0, 1.0], [2, 1.0]]}
+    for env in state["envs"]:
+        env[3] = {"easy": [0], "hard": [1], "quarantined": []}
+    buffer = PromptBuffer({"a": Rows("a", 2), "b": Rows("b", 2)}, config, 0, PolicyVersion(), ["b"])
+    buffer.load_state(state)
+    buffer.record_outcomes([Outcome(position, 0.0) for position in (1, 3)])
+    assert buffer.envs[0].pool_rows() == {"easy": [0], "hard": [1], "quarantined": []}
+    assert buffer.envs[1].pool_rows() == {"easy": [], "hard": [], "quarantined": []}
+    assert buffer.save_state()["rewards"] == [(0, 1.0), (1, 0.0)]
+
+
 def test_pool_fraction_is_drawn_and_pool_is_left() -> None:
     buffer = make({"a": 10}, easy_threshold=0.9, easy_fraction=0.25)
     draw(buffer, 10)
