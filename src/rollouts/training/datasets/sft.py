@@ -6,9 +6,9 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise, takewhile
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 from rollouts.training.datasets.chat import (
@@ -315,11 +315,11 @@ def render_conversation(
     answers: dict[int, Message] = {}  # by the place of the token after them
     for start, stop in find_trained_turns(conversation, roles):
         is_assistant = messages[start]["role"] == ASSISTANT
+        after = chat.render(messages[:stop], tools, False, **options)
         if start or is_assistant:
             before = chat.render(messages[:start], tools, is_assistant, **options)
         else:
-            before = _render_opening(conversation, chat)
-        after = chat.render(messages[:stop], tools, False, **options)
+            before = after[: _find_first_turn(conversation, chat, after)]
         if before[: len(tokens)] != tokens or after[: len(before)] != before:
             raise ValueError(_describe_unstable_prefix(index, start, messages[start], chat, tokens, before, after))
         if is_assistant and (dropped := _find_dropped_part(conversation, start, chat, after, len(before))):
@@ -351,17 +351,24 @@ def _learn_next_turns(
             mask[place] = 1.0
 
 
-def _render_opening(conversation: Conversation, chat: ChatRenderer) -> list[int]:
-    """Tokens before the first turn, such as a default system message: up to the last end like that of the turn."""
-    first, options = conversation.messages[0], conversation.template_kwargs
-    one, other = (chat.render([first | {"content": text}], conversation.tools, False, **options) for text in ("a", "b"))
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    end = one[same + 1 :]
-    if any(token in chat.end_ids for token in end):
-        for k in range(same, len(end) - 1, -1):
-            if one[k - len(end) : k] == end:
-                return one[:k]
-    return []
+def _find_first_turn(conversation: Conversation, chat: ChatRenderer, rendered: list[int]) -> int:
+    """Where the first turn begins, such as after a default system message: at the header of its role after an answer.
+
+    0 if that header has no control token, as it may be part of a text.
+    """
+    first, options, chats = conversation.messages[0], conversation.template_kwargs, list[list[int]]()
+    with suppress(ValueError):  # the template refuses such a message after an answer
+        for text in ("a", "b"):
+            turn = first | {"content": text}
+            chats.append(chat.render([turn, {"role": ASSISTANT, "content": text}, turn], None, False, **options))
+    differing = [k for k, tokens in enumerate(zip(*chats, strict=False)) if len(set(tokens)) > 1]
+    if len(differing) != 3:
+        return 0
+    header = chats[0][differing[1] + 1 + len(chat.turn_end) : differing[2]]
+    if not any(token in chat.end_ids for token in header):
+        return 0
+    places = (k for k in range(len(rendered)) if rendered[k : k + len(header)] == header)
+    return next(places, 0)
 
 
 def render_turns(conversation: Conversation, chat: ChatRenderer, index: int = 0) -> list[Sample]:

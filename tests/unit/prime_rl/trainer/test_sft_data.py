@@ -121,14 +121,30 @@ def test_a_default_system_message_has_no_loss(tmp_path: Path) -> None:
     assert trained_text(sample, tokenizer) == ["<|im_start|>system\ns<|im_end|>"]
 
 
-def build_glm(directory: Path) -> Any:
+def test_a_default_system_message_may_end_unlike_a_turn(tmp_path: Path) -> None:
+    """As under the templates of Mistral Small, and of GLM-4 with tools."""
+    template = (
+        "<s>[SYSTEM]be short[/SYSTEM]{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}"
+        "[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    special = ["<s>", "</s>", "[SYSTEM]", "[/SYSTEM]", "[INST]", "[/INST]"]
+    mistral = build_tokenizer(tmp_path / "mistral", template, special, [], {"eos_token": "</s>"})
+    glm = build_glm(tmp_path / "glm", "{% if tools %}<|system|>\n{{ tools }}{% endif %}")
+    rows = [{"messages": [QUESTION, ANSWER], "tools": TOOLS}]
+    [sample] = tokenize([{"messages": [QUESTION, ANSWER]}], mistral, loss_mask={"user": True})
+    assert trained_text(sample, mistral) == ["[INST]ab[/INST]ba</s>"]
+    [sample] = tokenize(rows, glm, loss_mask={"user": True})
+    assert trained_text(sample, glm)[0] == "<|user|>\nab"
+
+
+def build_glm(directory: Path, opening: str = "") -> Any:
     """A tokenizer and template as GLM's, which appends nothing to an answer: the role of the next message ends it."""
     template = (
-        "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+        opening + "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
         "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    special = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+    special = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
     return build_tokenizer(directory, template, special, UNMARKED, {"eos_token": "<|endoftext|>"})
 
 
@@ -143,7 +159,7 @@ def test_the_next_role_ends_answers_without_an_end_token(tmp_path: Path) -> None
     [sample] = tokenize([{"messages": messages[:2]}], tokenizer)
     assert trained_text(sample, tokenizer) == [call]
     (tmp_path / "config.json").write_text('{"eos_token_id": 256}')
-    assert find_eos_ids(tokenizer, tmp_path) == [256, 257, 259], "also those of a base model"
+    assert find_eos_ids(tokenizer, tmp_path) == [256, 258, 260], "also those of a base model"
 
 
 def test_an_end_token_that_only_precedes_turns_is_trained() -> None:
