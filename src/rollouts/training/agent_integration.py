@@ -11,7 +11,7 @@ import msgspec
 
 from rollouts.agents import AgentEnvironment, ChatAgent, Endpoint, Trajectory, Turn
 from rollouts.training.datasets.chat import TemplateRenderer
-from rollouts.training.datasets.sft import Conversation, is_empty_turn, render_conversation
+from rollouts.training.datasets.sft import Conversation, DroppedTextError, is_empty_turn, render_conversation
 from rollouts.training.types import UNFILTERED, Message, Sample, Status
 
 __all__ = [
@@ -211,11 +211,18 @@ async def agent_rollout_to_sample(
     *,
     seed: int | None = None,
 ) -> Sample:
-    """Run an agent on `prompt` and convert the trajectory to a sample; server failures give status FAILED."""
+    """Run an agent on `prompt` and convert the trajectory to a sample.
+
+    Server failures, and generated text that the template of `tokenizer` drops, give status FAILED.
+    """
     trajectory = await ChatAgent(endpoint, environment_cls, max_turns).rollout(prompt, seed=seed)
-    if trajectory.status == Status.FAILED:
-        return Sample(prompt=prompt, status=Status.FAILED, error=trajectory.error, metadata=dict(metadata or {}))
-    return trajectory_to_sample(trajectory, tokenizer, metadata)
+    error = trajectory.error
+    if trajectory.status != Status.FAILED:
+        try:
+            return trajectory_to_sample(trajectory, tokenizer, metadata)
+        except DroppedTextError as dropped:
+            error = str(dropped)
+    return Sample(prompt=prompt, status=Status.FAILED, error=error, metadata=dict(metadata or {}))
 
 
 async def generate_rollout_batch(

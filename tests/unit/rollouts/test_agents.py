@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 from fake_engine import FakeEngine, free_port, serve
+from small_tokenizers import CHATML
 
 from prime_rl.runtime.tokenizer import load_tokenizer
 from rollouts.agents import Agent, ChatAgent, Endpoint, Trajectory, Turn
@@ -168,6 +169,22 @@ def test_a_rendered_prompt_has_the_tools_of_the_request() -> None:
     assert body["tools"] == list(Calculator.tools)
     prompt = render_chat(tokenizer, body["messages"], body["tools"])
     assert sample.tokens[: sample.loss_mask.index(1.0)] == prompt and "add()" in tokenizer.decode(prompt)
+
+
+def test_rollouts_fail_whose_text_the_template_drops() -> None:
+    """Templates such as Llama 3.1's write no text beside calls: the sample would lack what was generated."""
+
+    class Caller(Endpoint):
+        async def chat(self, messages: Any, **options: Any) -> dict[str, Any]:
+            call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+            message = {"role": "assistant", "content": messages[0]["content"], "tool_calls": [call]}
+            return {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+    written = "(message.tool_calls | string if message.tool_calls else message.content)"
+    tokenizer = load_tokenizer("tiny-qwen3", CHATML.replace("message.content", written))
+    samples = run("asyncio", generate_rollout_batch, [" ", "I add"], None, Caller("m"), tokenizer, 10, [{}, {"i": 1}])
+    assert [s.status for s in samples] == [Status.COMPLETED, Status.FAILED] and samples[1].metadata == {"i": 1}
+    assert (samples[1].error or "").startswith("the chat template drops the text beside tool calls in `content`")
 
 
 def test_it_ends_at_the_last_turn_and_at_the_length() -> None:

@@ -29,6 +29,7 @@ from rollouts.training.types import Message, Sample, Status
 __all__ = [
     "ChatRenderer",
     "Conversation",
+    "DroppedTextError",
     "Row",
     "as_messages",
     "compute_loss_mask",
@@ -82,6 +83,10 @@ class ChatRenderer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""
+
+
+class DroppedTextError(ValueError):
+    """A template writes a trained turn without a part of its text."""
 
 
 @dataclass(frozen=True)
@@ -306,8 +311,8 @@ def render_conversation(
     starts after the generation prompt; a turn of another role includes its header, and consecutive messages of one role
     are one turn. An assistant turn that is empty, or that opens the conversation and so has no prompt, has no loss.
     Each trained turn must extend the previous tokens, as in generation. `ValueError` if a template rewrites earlier
-    turns (for example, drops reasoning), because the model would be trained on contexts that do not occur, or drops the
-    reasoning of a trained turn or its text beside calls.
+    turns (for example, drops reasoning), because the model would be trained on contexts that do not occur.
+    `DroppedTextError`, without the row number, if it drops the reasoning of a trained turn or its text beside calls.
     """
     messages, tools, options = conversation.messages, conversation.tools, conversation.template_kwargs
     tokens: list[int] = []
@@ -323,9 +328,9 @@ def render_conversation(
         if before[: len(tokens)] != tokens or after[: len(before)] != before:
             raise ValueError(_describe_unstable_prefix(index, start, messages[start], chat, tokens, before, after))
         if is_assistant and (dropped := _find_dropped_part(conversation, start, chat, after, len(before))):
-            raise ValueError(
-                f"row {index} of the data set: the chat template drops the {dropped} of message {start}, so the model "
-                "would learn to answer without it: set tokenizer.chat_template to one that writes it, or leave it out"
+            raise DroppedTextError(
+                f"the chat template drops the {dropped} of message {start}, so the model would learn to answer without "
+                "it: set tokenizer.chat_template to one that writes it, or leave it out"
             )
         end = len(before) + find_turn_end(after[len(before) :], chat)
         mask += [0.0] * (len(before) - len(mask)) + [1.0] * (end - len(before))
