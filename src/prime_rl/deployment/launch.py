@@ -61,10 +61,10 @@ def _check_secrets(files: Mapping[str, str]) -> None:
 
 def _check_mounted(out: Path, deployment: KubernetesDeployment) -> None:
     """`ValueError` if the output directory is not on the claim, the only persistent volume of the pods."""
-    if out.is_absolute() and not out.is_relative_to(deployment.mount_path):
+    if out.is_absolute() and deployment.mount_path not in out.parents:
         raise ValueError(
             f"output_dir {out} is not below deployment.mount_path {deployment.mount_path}, where pods can write: "
-            "make it relative, or move it there"
+            "make it relative, or name a directory below that path"
         )
 
 
@@ -74,13 +74,11 @@ def show_files(files: Mapping[str, str]) -> str:
 
 
 def write_files(files: Mapping[str, str], directory: Path) -> None:
-    """Replace the files of an earlier deployment. Only their owner can read them, as they may contain keys."""
+    """Replace files of the same names only. Only their owner can read them, as they may contain keys."""
     directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.iterdir():
-        if old.is_file():
-            old.unlink()
     for name, text in files.items():
         path = directory / name
+        path.unlink(missing_ok=True)
         path.touch(0o600)
         path.write_text(text, encoding="utf-8")
 

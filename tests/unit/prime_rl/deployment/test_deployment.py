@@ -24,7 +24,7 @@ import pytest
 from prime_rl.config import RLConfig
 from prime_rl.deployment import kubernetes, ray, slurm
 from prime_rl.deployment.config import LocalDeployment, NodesConfig
-from prime_rl.deployment.launch import build_files, deploy, show_files
+from prime_rl.deployment.launch import build_files, deploy, show_files, write_files
 from prime_rl.deployment.layout import KEY_VARIABLE, Layout, Task, build_scripts, run_tool
 from prime_rl.deployment.ray_job import Host, RayPlan, RayTask, read_plan, supervise
 from prime_rl.inference.config import InferenceConfig
@@ -271,8 +271,9 @@ def test_output_of_pods_is_on_the_claim() -> None:
     config = parse("kubernetes", *WIDE)
     layout, configs = cluster_layout.plan_cluster(config)
     build_files(layout, configs, config.deployment, Path("/shared/run"))
-    with pytest.raises(ValueError, match=r"not below deployment\.mount_path /shared"):
-        build_files(layout, configs, config.deployment, Path("/data/run"))
+    for out in ("/data/run", "/shared"):  # the files of the job would be in ./deployment
+        with pytest.raises(ValueError, match=r"not below deployment\.mount_path /shared"):
+            build_files(layout, configs, config.deployment, Path(out))
 
 
 @pytest.mark.parametrize("module", ["prime_rl.rl", "prime_rl.trainer.sft.train"])
@@ -453,6 +454,14 @@ def test_missing_submit_tool_leaves_files_and_a_hint(
         rl(parse(kind, *WIDE, "--output-dir", "run"))
     for path in (tmp_path / "run" / "deployment").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_job_files_replace_only_those_of_the_same_name(tmp_path: Path) -> None:
+    for name in ("notes.md", "key.env"):
+        (tmp_path / name).write_text("old")
+    write_files({"key.env": "new"}, tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"notes.md": "old", "key.env": "new"}
+    assert stat.S_IMODE((tmp_path / "key.env").stat().st_mode) == 0o600
 
 
 def test_submit_tool_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
