@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hmac
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from loguru import logger
 from starlette.requests import HTTPConnection
 
 from prime_rl.inference.request_parsing import ApiError
@@ -31,6 +33,23 @@ class Hosts:
 def build_hosts(server: ServerConfig) -> Hosts:
     """Collect the host names of a server."""
     return Hosts(own_hosts(server.host, *server.allowed_hosts), server.host in LOOPBACK)
+
+
+def read_api_key(key: str, variable: str | None) -> str | None:
+    """The API key in the environment variable that config key `key` names; `ValueError` if it is not set."""
+    if variable is None:
+        return None
+    if not (value := os.environ.get(variable)):
+        raise ValueError(f"{key} names {variable}, which is not set: export it or leave the key out")
+    return value
+
+
+def read_server_key(server: ServerConfig) -> str | None:
+    """The API key of a server; logs a warning if other machines need none."""
+    key = read_api_key("server.api_key_var", server.api_key_var)
+    if key is None and server.host not in LOOPBACK:
+        logger.warning(f"Serving on {server.host} without an API key: set server.api_key_var")
+    return key
 
 
 def check_access(api_key: str | None, request: HTTPConnection, access: Access, hosts: Hosts | None = None) -> None:

@@ -190,8 +190,6 @@ def serve(config: InferenceConfig) -> int:
     setup_logger(config.name, config.log, None if config.output_dir is None else RunDir(config.output_dir).logs)
     start = time.time()
     service = build_service(config)
-    if not service.hosts.local and service.api_key is None:
-        logger.warning(f"Serving on {config.server.host} without an API key: set server.api_key_var")
     if advice := ensure_open_files(config.max_batch_size + config.server.max_queued_requests):
         logger.debug(advice)
     if config.output_dir is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import orjson
 from loguru import logger
 
 from prime_rl.configuration.sections import BASE_MODEL
-from prime_rl.inference.access import build_hosts
+from prime_rl.inference.access import build_hosts, read_server_key
 from prime_rl.inference.adapters import NEXT_POLICY, POLICY, build_spec
 from prime_rl.inference.async_engine import AsyncEngine
 from prime_rl.inference.config import InferenceConfig
@@ -322,7 +321,7 @@ class ServerState:
 def build_service(config: InferenceConfig) -> ServerState:
     """Load tokenizer and model; `ValueError` for an invalid config."""
 
-    api_key = _read_key(config)
+    api_key = read_server_key(config.server)
     model_dir = resolve_model_dir(config.model.name, config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
     if not tokenizer.chat_template:
@@ -365,13 +364,3 @@ def sampling_defaults(config: InferenceConfig) -> Json:
     given = config.sampling.model_dump(exclude_defaults=True)
     extra = given.pop("extra_body", {})
     return {name: value for name, value in {**given, **extra}.items() if value is not None}
-
-
-def _read_key(config: InferenceConfig) -> str | None:
-    variable = config.server.api_key_var
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        raise ValueError(f"server.api_key_var names {variable}, which is not set: export it or leave the key out")
-    return key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 import anyio
 from loguru import logger
 
+from prime_rl.inference.access import read_api_key
 from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.detokenizer import Decode
@@ -97,13 +97,8 @@ def build_gateway(config: InferenceConfig, model_dir: Path, decode: Decode) -> t
 
 
 def _read_headers(config: InferenceConfig) -> dict[str, str]:
-    variable = config.sglang.api_key_var
-    if variable is None:
-        return {}
-    key = os.environ.get(variable)
-    if not key:
-        raise ValueError(f"sglang.api_key_var names {variable}, which is not set: export it or leave the key out")
-    return {"authorization": f"Bearer {key}"}
+    key = read_api_key("sglang.api_key_var", config.sglang.api_key_var)
+    return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
 async def _connect(server: SGLangEngine, timeout_s: float) -> Json:

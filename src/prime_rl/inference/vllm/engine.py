@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from prime_rl.inference.access import read_server_key
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.initial_weights import prepare_model_dir
 from prime_rl.runtime.machine import find_gpus
@@ -34,6 +35,7 @@ def serve_vllm(config: InferenceConfig) -> int:
     from prime_rl.utils.logger import setup_logger
 
     setup_logger(config.name, config.log, None)
+    read_server_key(config.server)  # before vLLM loads the model; its server reads the key again
     model_dir = prepare_model_dir(config)
     argv, environ = build_argv(config, model_dir), build_environment(config, model_dir)
     logger.info(f"Starting vLLM: {' '.join(argv[2:])}")

@@ -15,7 +15,7 @@ from loguru import logger
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prime_rl.inference.access import Access, build_hosts, check_access
+from prime_rl.inference.access import Access, build_hosts, check_access, read_api_key
 from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.async_engine import ClientGone
 from prime_rl.inference.config import InferenceConfig
@@ -53,7 +53,7 @@ class PrimeRoutes:
         self.num_requests = 0
         self._hosts = build_hosts(self.config.server)
         self._limited: BodyLimit | None = None
-        self._key = os.environ.get(self.config.server.api_key_var or "", "") or None
+        self._key = read_api_key("server.api_key_var", self.config.server.api_key_var)
         model = self.config.model
         self._parser = MessageParser(model.tool_call_parser, model.reasoning_parser is not None)
         self._guard = ChatGuard(self._load_tokenizer)

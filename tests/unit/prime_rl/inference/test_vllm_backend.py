@@ -28,7 +28,7 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.request_parsing import ApiError
 from prime_rl.inference.tool_parser import MessageParser
 from prime_rl.inference.vllm.chats import ChatGuard
-from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE, build_argv, write_option
+from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE, build_argv, serve_vllm, write_option
 from prime_rl.inference.vllm.routes import PrimeRoutes, _add_versions
 from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
 from prime_rl.inference.vllm.worker import (
@@ -297,6 +297,7 @@ def routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Starlette, 
 
 
 TEXT = {"content-type": "text/plain"}
+KEYS = ("wrong", "secret-word")
 
 
 def talk(app: Starlette, use: Callable[[httpx.AsyncClient], Awaitable[Any]], host: str = "127.0.0.1") -> Any:
@@ -688,6 +689,36 @@ def test_only_reasoning_gets_its_other_name() -> None:
         messages[0], {**messages[1], "reasoning_content": "hm"}, messages[2],
     ]  # fmt: skip
     assert [choice["versions"] for choice in choices] == [[[0, 3]], [[0, 2], [5, 3]], [[0, 3]]]
+
+
+def test_vllm_starts_only_with_the_key_of_its_config(
+    routes: tuple[Starlette, FakeClient, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, _, _ = routes
+    started: list[str] = []
+    monkeypatch.setattr("prime_rl.utils.logger.setup_logger", lambda *_: None)
+    monkeypatch.setattr("os.execve", lambda path, argv, environ: started.append(environ["MY_KEY"]))
+    config = InferenceConfig.model_validate(
+        {"backend": "vllm", "model": {"name": "tiny-qwen3"}, "server": {"host": "0.0.0.0", "api_key_var": "MY_KEY"}}
+    )
+    monkeypatch.setenv(CONFIG_VARIABLE, config.model_dump_json())
+    monkeypatch.delenv("MY_KEY", raising=False)
+    for start in (serve_vllm, lambda _: PrimeRoutes(app)):
+        with pytest.raises(ValueError, match=r"server\.api_key_var names MY_KEY, which is not set"):
+            start(config)
+    monkeypatch.setenv("MY_KEY", "secret-word")
+    warnings: list[str] = []
+    sink = logger.add(warnings.append, level="WARNING", format="{message}")
+    serve_vllm(config)
+    assert started == ["secret-word"] and not warnings
+    serve_vllm(config.model_copy(update={"server": config.server.model_copy(update={"api_key_var": None})}))
+    logger.remove(sink)
+    assert warnings == ["Serving on 0.0.0.0 without an API key: set server.api_key_var\n"]
+
+    async def use(http: httpx.AsyncClient) -> list[int]:
+        return [(await http.post("/pause", headers={"authorization": f"Bearer {key}"})).status_code for key in KEYS]
+
+    assert talk(app, use) == [401, 200]
 
 
 def test_other_machines_cannot_change_the_server(routes: tuple[Starlette, FakeClient, Path]) -> None:
