@@ -48,7 +48,7 @@ class BroadcastEngine(PrimeEngine):
     num_servers: int = field(default=1, kw_only=True)
 
     async def load_version(self, path: Path) -> dict[str, Any]:
-        """Load a version and return the response. If the trainer has exited, load its saved weights instead, if any."""
+        """Load a version and return the response; if the trainer has exited, from its saved weights where possible."""
         broadcast = read_broadcast(path)
         rank = {"server_rank": self.server_rank, "num_inference_server": self.num_servers}
         try:
@@ -60,7 +60,10 @@ class BroadcastEngine(PrimeEngine):
             if error.status != HTTPStatus.SERVICE_UNAVAILABLE or not is_complete(saved):
                 raise
             logger.warning(f"{self}: {error.message}; loading {saved} instead")
-            return await super().load_version(saved)
+            try:
+                return await super().load_version(saved)
+            except EngineError as second:  # such as 403 of a server without shared files: the first one may pass
+                raise EngineError(error.kind, f"{error.message}; {second.message}", error.status) from second
 
 
 async def run_concurrently(work: Callable[[int], Awaitable[None]], numbers: Iterable[int]) -> None:
