@@ -158,13 +158,17 @@ class ServerPool:
             await self._check_canary(i, answer)
 
     async def monitor(self) -> None:
-        """Check the servers until cancelled; raises `TimeoutError` naming a server that does not return."""
-        while True:
-            await anyio.sleep(HEALTH_CHECK_INTERVAL_S)
-            await self.check_servers()
+        """Check the servers until cancelled; raises `TimeoutError` naming a server that does not return.
 
-    async def check_servers(self) -> None:
-        """Check every server; those with another version load the live one concurrently."""
+        Recoveries run beside the checks, which cancel those of servers that are lost again.
+        """
+        async with anyio.create_task_group() as tasks:
+            while True:
+                await anyio.sleep(HEALTH_CHECK_INTERVAL_S)
+                tasks.start_soon(self.recover, await self.check_servers())
+
+    async def check_servers(self) -> list[int]:
+        """Check every server; returns those that need the live version (`recover`)."""
         late: list[int] = []
 
         async def check(i: int) -> None:
@@ -177,11 +181,16 @@ class ServerPool:
                 late.append(i)
 
         await run_concurrently(check, range(self.num_servers))
-        # Skipped during an update, which includes every server. Do not wait for its end either: it may wait for this
-        # task to detect a lost server.
-        if late and not self.version.lock.locked():
+        return late
+
+    async def recover(self, servers: Sequence[int]) -> None:
+        """Load the live version concurrently on servers that returned or restarted.
+
+        Skipped during an update, which includes every server, and during another recovery.
+        """
+        if servers and not self.version.lock.locked():
             async with self.version.lock:
-                await run_concurrently(self._recover, late)
+                await run_concurrently(self._recover, servers)
 
     async def wait_for_recovery(self, error: WeightSyncError) -> bool:
         """After a failed update: whether only lost servers caused it, and enough have returned for a retry."""
@@ -208,11 +217,16 @@ class ServerPool:
         return True
 
     async def _recover(self, i: int) -> None:
-        """Load the live version on a server that returned or restarted."""
-        try:
+
+        async def load() -> None:
             await self._check_canary(i, await self._load_live(i, await read_health(self.clients[i])))
+
+        try:
+            await self.run_together([i], load)
         except CanaryMismatch:
             raise
+        except ServerUnavailable:
+            return
         except Exception as error:
             self._mark_unreachable(i, str(error))
             return

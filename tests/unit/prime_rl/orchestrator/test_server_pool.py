@@ -243,7 +243,7 @@ async def test_the_limit_counts_from_the_loss_of_one_too_many(tmp_path: Path) ->
     await pool.check_servers()
     assert pool.is_below_minimum and pool.decisive_loss[0] == 1
     second.there = True
-    await pool.check_servers()
+    await pool.recover(await pool.check_servers())
     assert not pool.is_below_minimum
 
     second.there = False
@@ -297,11 +297,11 @@ async def test_a_resumed_run_loads_its_weights_once(tmp_path: Path) -> None:
     await pool.server_pool.start()
     assert first.loads == [10] and not late.loads
     late.there = True
-    await pool.server_pool.check_servers()
+    await pool.server_pool.recover(await pool.server_pool.check_servers())
     assert late.loads == [10] and not pool.server_pool.unreachable
     for _ in range(2):  # a short failure of the network: the server keeps its weights
         late.there = not late.there
-        await pool.server_pool.check_servers()
+        await pool.server_pool.recover(await pool.server_pool.check_servers())
     assert first.loads == late.loads == [10] and not pool.server_pool.unreachable
 
 
@@ -319,6 +319,27 @@ async def test_update_skips_lost_server(tmp_path: Path) -> None:
         gone.silent = False
         gone.restart()
         await until(lambda: gone.version == 1)
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_recovery_of_a_server_lost_again_stops(tmp_path: Path) -> None:
+    """Its load would hang until the time limit, and updates of all servers wait for it."""
+    pool = Servers(tmp_path, 3, 2)
+    await pool.publish(1)
+    gone = pool.servers[1]
+    gone.silent = True
+    gone.restart()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.server_pool.monitor)
+        await until(pool.version.lock.locked)
+        gone.there = False
+        with anyio.fail_after(10):
+            await pool.publish(2)
+        assert [server.version for server in pool.servers] == [2, 0, 2] and list(pool.server_pool.unreachable) == [1]
+        gone.silent = False
+        gone.restart()
+        await until(lambda: gone.version == 2)
         tasks.cancel_scope.cancel()
 
 
