@@ -25,7 +25,7 @@ from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.file_watch import wait_for
 from prime_rl.utils.client import InferenceClient
 from rollouts.training.steps import is_complete, step_path
-from rollouts.training.weight_sync import PrimeEngine, WeightSyncError, sync_weights_to_engines
+from rollouts.training.weight_sync import EngineError, PrimeEngine, WeightSyncError, sync_weights_to_engines
 
 HEALTH_CHECK_INTERVAL_S = 1.0  # requests to a failed server detect it at once; this is only supervision
 Result = TypeVar("Result")
@@ -139,7 +139,6 @@ class ServerPool:
         """
         self._foreign = set(range(self.num_servers)) if self.version.live else set()
         health: dict[int, Health] = {}
-        answers: dict[int, dict[str, Any]] = {}
 
         async def wait(i: int) -> None:
             health[i] = await wait_until_ready(self.clients[i], self._ready_timeout_s)
@@ -147,15 +146,21 @@ class ServerPool:
                 raise _MinimumReached
 
         async def load(i: int) -> None:
-            answers[i] = await self._load_live(i, health[i])
+            try:
+                await self._check_canary(i, await self._load_live(i, health[i]))
+            except (EngineError, WeightSyncError) as error:
+                if not (self.is_elastic and error.is_transient):
+                    raise
+                self._mark_unreachable(i, str(error))
 
         with contextlib.suppress(_MinimumReached):
             await run_concurrently(wait, range(self.num_servers))
         since = anyio.current_time()
         self.unreachable |= {i: (since, "not started yet") for i in range(self.num_servers) if i not in health}
         await run_concurrently(load, sorted(health))
-        for i, answer in answers.items():
-            await self._check_canary(i, answer)
+        while self.is_below_minimum:
+            await anyio.sleep(HEALTH_CHECK_INTERVAL_S)
+            await self.recover(await self.check_servers())
 
     async def monitor(self) -> None:
         """Check the servers until cancelled; raises `TimeoutError` naming a server that does not return.

@@ -271,6 +271,28 @@ async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_server_lost_in_its_first_load_may_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Servers(tmp_path, 3, 2)
+    lost, absent = pool.servers[1:]
+    absent.there = False
+    publish_step(pool.weights, 10, lambda path: None)
+    pool.version.update(live=10, released=10)
+    load, failures = lost.update_weights_from_checkpoint, [FailureKind.UNREACHABLE] * 3
+
+    async def fail_first(checkpoint_path: str) -> dict[str, Any]:
+        if failures:
+            raise EngineError(failures.pop(), "the connection broke")
+        return await load(checkpoint_path)
+
+    monkeypatch.setattr(lost, "update_weights_from_checkpoint", fail_first)
+    await pool.server_pool.start()
+    assert [server.version for server in pool.servers] == [10, 10, 0] and list(pool.server_pool.unreachable) == [2]
+    failures[:] = [FailureKind.REFUSED] * 3
+    with pytest.raises(WeightSyncError, match="the connection broke"):
+        await pool.server_pool.start()
+
+
+@pytest.mark.anyio
 async def test_canary_of_a_current_server_has_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new run, and a check during an update: nothing is loaded, so only /health names the dtype."""
     pool, compared = Servers(tmp_path, 1, None), []
