@@ -366,7 +366,7 @@ def _access_of(path: str) -> Access:
         return "open"
     if path in ("/metrics", "/metrics/", "/version", "/load", "/docs", "/redoc", "/openapi.json"):
         return "read"
-    return "api" if path.startswith(("/v1/", "/inference/", "/tokenize", "/detokenize")) else "control"
+    return "api" if path.startswith(("/v1/", "/inference/", "/tokenize", "/detokenize", "/score")) else "control"
 
 
 Handler = Callable[[PrimeRoutes, Request, Any], Awaitable[Response]]

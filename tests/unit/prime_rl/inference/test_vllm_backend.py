@@ -733,6 +733,12 @@ def test_other_machines_cannot_change_the_server(routes: tuple[Starlette, FakeCl
     assert talk(app, use, host="10.1.2.3") == [403] * 4 + [200] * 3 and client.calls == []
 
 
+def test_a_teacher_elsewhere_finds_no_scores_in_vllm(routes: tuple[Starlette, FakeClient, Path]) -> None:
+    """404, unlike 403, makes the scorer use the log-probs of prompts."""
+    app, _, _ = routes
+    assert talk(app, lambda http: http.post("/score", json={}), host="10.1.2.3").status_code == 404
+
+
 def test_vllm_gets_ids_of_chats_with_control_tokens(
     routes: tuple[Starlette, FakeClient, Path],
 ) -> None:
