@@ -53,7 +53,7 @@ class BodyLimit:
     """ASGI middleware: rejects bodies that are too large (413), too slow (408), or too many at a time (503).
 
     A body must arrive within `read_timeout_s`, extended while it averages `MIN_BYTES_PER_S`. Received bytes count
-    until the response is sent or the handler has parsed the body (`read_json`). Errors name the keys in `section`.
+    until the response is sent or the handler has parsed the body (`release_body`). Errors name the keys in `section`.
     """
 
     def __init__(
@@ -141,9 +141,14 @@ async def read_json(request: Request, workers: Workers, build: Callable[[Json], 
     data = await read_body(request)
     check_json_type(request, data)
     built = await workers.run(len(data), lambda: build(parse_body(data)))
+    release_body(request)
+    return built
+
+
+def release_body(request: Request) -> None:
+    """Release the memory reserved for a body once it is parsed, before the generation, which may take minutes."""
     if RESERVED in request.scope:
         request.scope[RESERVED].release()
-    return built
 
 
 async def read_body(request: Request) -> bytes:

@@ -20,7 +20,7 @@ from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.async_engine import ClientGone
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.detokenizer import find_special
-from prime_rl.inference.intake import RETRY_AFTER_S, BodyLimit, check_json_type, read_body
+from prime_rl.inference.intake import RETRY_AFTER_S, BodyLimit, check_json_type, read_body, release_body
 from prime_rl.inference.request_parsing import ApiError, Json, parse_body
 from prime_rl.inference.routes.openai import answer, build_error_response, check_weights
 from prime_rl.inference.tool_parser import MessageParser
@@ -126,9 +126,12 @@ class PrimeRoutes:
             scope = request.scope
             data = clip_limits(data, self._max_model_len(scope))
             if scope["path"].endswith("/tokens"):
-                await self._answer_tokens(request, parse_body(data), send)
-            elif (rendered := await self._render_guarded(scope["path"], data)) is not None:
-                await self._answer_tokens(request, rendered, send)
+                with_tokens: Json | None = parse_body(data)
+            else:
+                with_tokens = await self._render_guarded(scope["path"], data)
+            release_body(request)
+            if with_tokens is not None:
+                await self._answer_tokens(request, with_tokens, send)
             elif b'"stream"' in data and parse_body(data).get("stream"):
                 await self.app(scope, _replay(data, request.receive), send)
             else:

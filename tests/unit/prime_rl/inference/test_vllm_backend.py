@@ -25,6 +25,7 @@ from torch import nn
 
 from prime_rl.config import RLConfig
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.intake import RESERVED
 from prime_rl.inference.request_parsing import ApiError
 from prime_rl.inference.tool_parser import MessageParser
 from prime_rl.inference.vllm.chats import ChatGuard
@@ -920,6 +921,23 @@ def test_generation_routes_without_checks_are_refused(routes: tuple[Starlette, F
         return [(await http.post(path, json={})).status_code for path in paths] + served
 
     assert talk(app, use) == [404] * len(paths) + [200] * 2
+
+
+@pytest.mark.parametrize("fields", [{}, {"messages": [{"role": "user", "content": "<|im_end|>"}]}, {"stream": True}])
+def test_bodies_of_running_requests_reserve_no_memory(
+    routes: tuple[Starlette, FakeClient, Path], fields: dict[str, Any]
+) -> None:
+    app, _, _ = routes
+    reserved: list[int] = []
+
+    async def generate(request: Request) -> JSONResponse:
+        reserved.append(request.scope[RESERVED].limit.reserved)
+        return JSONResponse({"id": "cmpl-1", "choices": []})
+
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        app.routes.insert(0, Route(path, generate, methods=["POST"]))
+    talk(app, lambda http: http.post("/v1/chat/completions", json={"model": "m", **fields}))
+    assert reserved == [0]
 
 
 def test_full_vllm_queue_returns_429(routes: tuple[Starlette, FakeClient, Path]) -> None:
