@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 from prime_rl.config import RLConfig, given_gpus, teacher_follows_policy
 from prime_rl.deployment.config import Cluster, KubernetesDeployment, LocalDeployment, NodesConfig
 from prime_rl.deployment.layout import KEY_VARIABLE, Layout, Node, Task, build_rank_task, split_first_options
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.launcher.output_dir import find_single_use
+from prime_rl.runtime.http_access import LOOPBACK
 from prime_rl.utils.pydantic_config import BaseConfig
 
 TRAINER, ORCHESTRATOR, SERVER = (
@@ -84,10 +86,11 @@ def plan_cluster(config: RLConfig) -> tuple[Layout, dict[str, BaseConfig]]:
     ):
         if server is None:
             continue
-        number = count_servers(name, server, deployment, num_nodes, num_replicas)
+        gpus_per_node = 0 if server.backend == "sglang" else deployment.gpus_per_node  # SGLang has its own
+        number = count_servers(name, server, gpus_per_node, num_nodes, num_replicas)
         port = max([server.server.port, *(group.first_port + group.number for group in servers)])
         per_node = 1 if isinstance(deployment, KubernetesDeployment) else number // num_nodes  # a server per pod
-        num_gpus = server.parallel.tp * server.parallel.dp if deployment.gpus_per_node else 0
+        num_gpus = server.parallel.tp * server.parallel.dp if gpus_per_node else 0
         servers.append(Servers(name, server, len(nodes), port, number, per_node, num_gpus))
         nodes += servers[-1].nodes
     return build_layout(config, deployment, servers, nodes)
@@ -126,23 +129,35 @@ def check_nodes(config: RLConfig, deployment: NodesConfig) -> None:
 
 
 def count_servers(
-    name: str, config: InferenceConfig, deployment: NodesConfig, num_nodes: int, num_replicas: int | None
+    name: str, config: InferenceConfig, gpus_per_node: int, num_nodes: int, num_replicas: int | None
 ) -> int:
     """Number of servers on `num_nodes` nodes: `num_replicas`, else as many as fit; `ValueError` if they do not fit."""
     size = config.parallel.tp * config.parallel.dp
-    capacity = deployment.gpus_per_node // size if deployment.gpus_per_node else num_replicas or num_nodes
+    capacity = gpus_per_node // size if gpus_per_node else num_replicas or num_nodes
     if not capacity:
         raise ValueError(
-            f"{name}.parallel: tp * dp = {size} is more than deployment.gpus_per_node = {deployment.gpus_per_node}: "
+            f"{name}.parallel: tp * dp = {size} is more than deployment.gpus_per_node = {gpus_per_node}: "
             "a server cannot span nodes; lower tp or dp and use several servers"
         )
-    number = num_replicas or (capacity if deployment.gpus_per_node else 1) * num_nodes
+    number = num_replicas or (capacity if gpus_per_node else 1) * num_nodes
     if number % num_nodes or number // num_nodes > capacity:
         raise ValueError(
             f"deployment.num_infer_replicas = {number} does not fit evenly on {num_nodes} nodes with capacity for "
             f"{capacity} each"
         )
+    if config.backend == "sglang":
+        check_gateways(name, str(config.sglang.base_url), number, num_nodes)
     return number
+
+
+def check_gateways(name: str, sglang_url: str, number: int, num_nodes: int) -> None:
+    """`ValueError` if several gateways would update the weights of one SGLang server."""
+    if (number // num_nodes if urlsplit(sglang_url).hostname in LOOPBACK else number) > 1:
+        raise ValueError(
+            f"{name}.sglang.base_url = {sglang_url} is one SGLang server, but the deployment starts {number} gateways: "
+            "use one node for them, or the loopback address if each node runs an SGLang server; leave "
+            "num_infer_replicas out"
+        )
 
 
 def build_layout(

@@ -52,6 +52,7 @@ READERS: dict[str, type[BaseConfig]] = {
 }
 MODEL = ["--model.name", "tiny-qwen3"]
 WIDE = ["--deployment.num-train-nodes", "2", "--deployment.num-infer-nodes", "2", "--deployment.gpus-per-node", "4"]
+SGLANG = ["--inference.backend", "sglang", "--inference.sglang.base-url"]
 TEACHER = ["--orchestrator.teacher-model.context", "Hint. ", "--orchestrator.teacher-model.model.name", "other"]
 
 
@@ -252,12 +253,21 @@ def test_sft_is_one_task_over_all_machines(kind: str, tmp_path: Path) -> None:
         ([*WIDE, "--trainer.parallel.tp", "3"], "does not divide 8 ranks"),
         ([*WIDE, "--trainer.parallel.dp", "3"], "parallel.dp is 3 but 8 ranks"),
         (["--deployment.num-infer-replicas", "2"], "runs rl on a single node"),
+        ([*WIDE, *SGLANG, "http://10.0.0.9:30000"], "10.0.0.9:30000 is one SGLang server, but .* 2 gateways"),
+        ([*WIDE, *SGLANG, "http://localhost:3", "--deployment.num-infer-replicas", "4"], "starts 4 gateways"),
         ([*WIDE[:4], "--deployment.gpus-per-node", "0", "--trainer.parallel.dp", "3"], "3 ranks are not divisible"),
     ],
 )
 def test_invalid_node_counts_raise(argv: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make("slurm", *argv)
+
+
+def test_each_node_has_one_gateway_to_its_sglang_server() -> None:
+    layout, files = make("slurm", *WIDE, *SGLANG, "http://127.0.0.1:30000")
+    servers = [task for task in layout.tasks if task.module == "prime_rl.inference.server"]
+    assert [(task.places, task.gpus) for task in servers] == [((2,), ()), ((3,), ())]
+    assert "CUDA_VISIBLE_DEVICES=''" in files["inference_0.sh"]
 
 
 def test_keys_of_another_deployment_type_are_rejected() -> None:
