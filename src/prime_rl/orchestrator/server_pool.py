@@ -22,6 +22,7 @@ from prime_rl.orchestrator.servers import (
     wait_until_ready,
 )
 from prime_rl.runtime.run_dir import RunDir
+from prime_rl.transport.broadcast import is_announcement
 from prime_rl.transport.file_watch import wait_for
 from prime_rl.utils.client import InferenceClient
 from rollouts.training.steps import is_complete, step_path
@@ -60,6 +61,7 @@ class ServerPool:
         ready_timeout_s: float = 600.0,
         weights_timeout_s: float = 3600.0,
         canary: CanaryCheck | None = None,
+        has_resumed: Callable[[], bool] = lambda: True,
     ) -> None:
         self.num_servers = len(engines)
         if min_servers is not None and min_servers > self.num_servers:
@@ -67,6 +69,8 @@ class ServerPool:
         self.clients, self.engines, self.version, self.weights_dir = clients, engines, version, weights_dir
         self.min_servers = min_servers or self.num_servers
         self.canary = canary or CanaryCheck(None)
+        self.has_resumed = has_resumed
+        """Whether the trainer has resumed, too; before, versions are those of the interrupted attempt."""
         self.unreachable: dict[int, tuple[float, str]] = {}
         """Server -> time of its loss and the reason."""
         self.num_recovered = 0
@@ -253,9 +257,13 @@ class ServerPool:
     async def _load_published(self, engine: PrimeEngine, version: int) -> dict[str, Any]:
         """Load a version that a resumed trainer publishes again; retried because its directory may be replaced."""
         path = step_path(self.weights_dir, version)
+
+        def is_loadable() -> bool:  # the interrupted attempt's announcement has the address of an exited trainer
+            return is_complete(path) and (self.has_resumed() or not is_announcement(path))
+
         for attempts_left in (2, 1, 0):
             await wait_for(
-                lambda: is_complete(path) or None,
+                lambda: is_loadable() or None,
                 self.weights_dir,
                 timeout_s=self._weights_timeout_s,
                 what=f"weights of step {version}",
@@ -297,6 +305,8 @@ def build_servers(
     version: PolicyVersion,
 ) -> ServerPool:
     """Build the pool of the policy's servers."""
+    run, start = RunDir(config.output_dir), version.live
+    stopped = run.find_last_record("orchestrator") if start else 0.0  # this attempt has recorded nothing yet
     return ServerPool(
         clients,
         engines,
@@ -306,6 +316,7 @@ def build_servers(
         ready_timeout_s=config.inference_timeout,
         weights_timeout_s=config.weights_timeout,
         canary=CanaryCheck(config.weight_check_interval),
+        has_resumed=lambda: version.live > start or run.has_resumed("trainer", start, stopped),
     )
 
 

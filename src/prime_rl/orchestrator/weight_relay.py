@@ -50,7 +50,6 @@ class WeightRelay:
         before_load: Callable[[], Awaitable[None]] | None = None,
         ema_servers: ServerPool | None = None,
         alternate_dir: Path | None = None,
-        has_resumed: Callable[[], bool] = lambda: True,
     ) -> None:
         self.servers, self.version, self.weights_dir = servers, servers.version, servers.weights_dir
         self.ema_servers = ema_servers
@@ -59,7 +58,7 @@ class WeightRelay:
         """Where a trainer with the other `weight_broadcast.type` would publish; checked to report a mismatch."""
         self.unread = False
         self.update_s = 0.0  # of the last update
-        self._is_received, self._has_resumed = is_received, has_resumed
+        self._is_received = is_received
         self._timeout_s = timeout_s
         self._log_timeline = log_timeline
         self._before_load = before_load
@@ -192,7 +191,7 @@ class WeightRelay:
             return True
         # After a resume the trainer may have read the interrupted attempt's copy of the first batch.
         is_first = self._start and step == self._start + 1
-        return not self._is_received(step) and not (is_first and self._has_resumed())
+        return not self._is_received(step) and not (is_first and self.servers.has_resumed())
 
     def _check_timeout(self) -> None:
         """Log while a version is overdue; `TimeoutError` after `timeout_s`."""
@@ -239,8 +238,6 @@ def build_relay(
     """Build the relay of the trainer's versions."""
     run = RunDir(config.output_dir)
     alternate_dir = run.broadcasts if config.versions_dir == run.weights else run.weights
-    start = servers.version.live
-    stopped = run.find_last_record("orchestrator") if start else 0.0  # this attempt has recorded nothing yet
     return WeightRelay(
         servers,
         is_received=sender.is_received,
@@ -249,5 +246,4 @@ def build_relay(
         before_load=rollouts.wait_until_idle if config.strict_async_level else None,
         ema_servers=ema_servers,
         alternate_dir=None if config.weight_broadcast.delta else alternate_dir,  # an anchor precedes its delta
-        has_resumed=lambda: run.has_resumed("trainer", start, stopped),
     )

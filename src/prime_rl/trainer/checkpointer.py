@@ -17,7 +17,7 @@ from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.optim import build_schedule
 from prime_rl.trainer.optim_config import check_schedule
 from rollouts.training.backends.ranks import Ranks
-from rollouts.training.steps import prune_commits, remove_unfinished
+from rollouts.training.steps import prune_commits, prune_steps, remove_unfinished
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
@@ -108,7 +108,7 @@ def resume(config: TrainConfig | SFTConfig, backend: Backend, step: int | None) 
     """Load the checkpoint of `step`, from `read_resume_state`, if any; returns its progress and the first step.
 
     Later steps are moved to `attempts/N`; of a new stage (`skip_progress`) all steps, after its start is saved as
-    checkpoint 0.
+    checkpoint 0. Broadcasts are removed.
     """
     run, ranks, ckpt = RunDir(config.output_dir), backend.ranks, config.ckpt
     ranks.run_on_rank0(lambda: remove_unfinished(run.checkpoints, PART))
@@ -137,5 +137,10 @@ def resume(config: TrainConfig | SFTConfig, backend: Backend, step: int | None) 
         # Steps of the stage before have higher numbers: `ckpt.keep` would keep them instead, and --resume choose them.
         _save(run.checkpoints, 0, backend, progress)
     last = dict.fromkeys((run.weights, run.average, run.checkpoints), first_step - 1)
-    ranks.run_on_rank0(lambda: run.archive_steps(last, PART))
+
+    def clear() -> None:
+        prune_steps(run.broadcasts, lambda version: False)  # no longer offered
+        run.archive_steps(last, PART)
+
+    ranks.run_on_rank0(clear)
     return progress, first_step

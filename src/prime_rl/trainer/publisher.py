@@ -19,7 +19,7 @@ from prime_rl.transport.broadcast import WeightSender, announce, is_taken
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.deltas import DeltaPublisher
 from prime_rl.transport.file_watch import wait_for_blocking
-from rollouts.training.steps import complete_steps, is_due, prune_steps, step_path
+from rollouts.training.steps import complete_steps, is_due, step_path
 
 MAX_SHUTDOWN_WAIT_S = 3600.0
 WAIT_LOG_INTERVAL_S = 30.0
@@ -117,13 +117,6 @@ class Publisher:
                 is_done = ranks.rank == 0 and bool(wait([pending], timeout=ROUND_S).done)
                 is_complete = any(ranks.sum([float(is_done)]))
             ranks.run_on_rank0(pending.result)
-
-    def publish_start(self, step: int) -> None:
-        """Publish the version that a resumed run starts from (0: none), for the engines."""
-        broadcasts = self.run.broadcasts
-        self.backend.ranks.run_on_rank0(lambda: prune_steps(broadcasts, lambda version: False))  # no longer offered
-        if step:
-            self.publish(step)
 
     def close(self) -> None:
         """Wait until every engine has received the final weights, which are only in memory, and stop sending."""

@@ -102,10 +102,15 @@ def read_broadcast(directory: Path) -> Broadcast:
     return _decode(path.read_bytes(), Broadcast, str(path), msgspec.json.decode)
 
 
+def is_announcement(directory: Path) -> bool:
+    """Whether the directory announces a version, rather than holding its files."""
+    return (Path(directory) / BROADCAST_FILE).is_file()
+
+
 def acknowledge(directory: Path) -> None:
     """Mark an announced version as received by every engine; no-op for other directories."""
     with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
-        if (Path(directory) / BROADCAST_FILE).is_file():
+        if is_announcement(directory):
             (Path(directory) / TAKEN_FILE).touch()
 
 

@@ -51,8 +51,8 @@ def train(config: TrainConfig, *, keeps_output: bool = True) -> int:
     schedule = build_loss_schedule(config.loss, config.model.seq_len, run.progress, config.env_loss)
     interval = config.logprob_dump_interval if backend.mesh.is_reporting_rank else None
     recorder = LogprobRecorder(config.output_dir, interval)
-    if config.ckpt is not None and config.ckpt.resume_step is not None:
-        run.publisher.publish_start(run.first_step - 1)
+    if run.first_step > 1:
+        run.publisher.publish(run.first_step - 1)  # the engines start from it
     health_checks = TrainerHealthChecks(config.max_async_level, adapter=config.model.lora is not None)
 
     for step in run.steps():

@@ -646,8 +646,8 @@ def test_resumed_relay_waits_until_batches_are_read(tmp_path: Path) -> None:
         is_received=received.__contains__,
         timeout_s=0,
         log_timeline=lambda *interval: None,
-        has_resumed=lambda: run_dir.has_resumed("trainer", 4, 0.0),
     )
+    servers.has_resumed = lambda: run_dir.has_resumed("trainer", 4, 0.0)
     for step in (5, 6):
         relay.mark_sent(step)
     assert relay._newest() is None

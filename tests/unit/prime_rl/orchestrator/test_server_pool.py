@@ -18,6 +18,7 @@ from prime_rl.orchestrator.policy_version import PolicyVersion
 from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.servers import build_engines
 from prime_rl.orchestrator.weight_relay import MAX_ATTEMPTS, WeightRelay
+from prime_rl.transport.broadcast import BROADCAST_FILE
 from rollouts.training.steps import publish_step
 from rollouts.training.weight_sync import EngineError, FailureKind, WeightSyncError
 
@@ -325,6 +326,23 @@ async def test_a_resumed_run_loads_its_weights_once(tmp_path: Path) -> None:
         late.there = not late.there
         await pool.server_pool.recover(await pool.server_pool.check_servers())
     assert first.loads == late.loads == [10] and not pool.server_pool.unreachable
+
+
+@pytest.mark.anyio
+async def test_announcements_of_an_exited_trainer_are_not_loaded(tmp_path: Path) -> None:
+    """An orchestrator that starts before the trainer waits for its new address."""
+    pool = Servers(tmp_path, 1, None)
+    loaded_before: list[list[int]] = []
+
+    def has_resumed() -> bool:
+        loaded_before.append(list(pool.servers[0].loads))
+        return len(loaded_before) > 2
+
+    pool.server_pool.has_resumed = has_resumed
+    publish_step(pool.weights, 10, lambda path: (path / BROADCAST_FILE).touch())
+    pool.version.update(live=10, released=10)
+    await pool.server_pool.start()
+    assert loaded_before == [[]] * 3 and pool.servers[0].loads == [10]
 
 
 @pytest.mark.anyio

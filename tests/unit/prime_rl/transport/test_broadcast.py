@@ -19,6 +19,7 @@ from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.servers import BroadcastEngine
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.runtime.framing import receive_frame, send_frame
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.rl.train import train
@@ -344,7 +345,7 @@ def config_of(out: Path, **more: Any) -> TrainConfig:
     return TrainConfig.model_validate({**given, "optim": {"lr": 1e-3}, "max_async_level": 1, **more})
 
 
-def test_a_run_announces_all_versions_and_saves_some(tmp_path: Path) -> None:
+def test_a_run_announces_all_versions_and_saves_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights as a run over files, which writes all of them; a resumed run offers them again."""
     over_groups: dict[str, Any] = {"weight_broadcast": {"type": "gloo"}, "ckpt": {"interval": 2}}
     gloo, files = tmp_path / "gloo", tmp_path / "files"
@@ -358,8 +359,16 @@ def test_a_run_announces_all_versions_and_saves_some(tmp_path: Path) -> None:
         train(config_of(gloo))
     first = read_broadcast(step_path(gloo / "broadcasts", 4))
     over_groups["ckpt"]["resume_step"] = 2
+    announced, begin = [], RunDir.begin_attempt
+
+    def record(run: RunDir, *given: Any) -> int:
+        announced.append(complete_steps(run.broadcasts))
+        return begin(run, *given)
+
+    monkeypatch.setattr(RunDir, "begin_attempt", record)
     train(config_of(gloo, **over_groups))
     assert complete_steps(gloo / "broadcasts") == [2, 3, 4]
+    assert announced == [[]], "an orchestrator that waits for this attempt finds none of the last one"
     found = {read_broadcast(step_path(gloo / "broadcasts", step)) for step in (2, 3, 4)}
     assert len(found) == 1 and first not in found, "version 2 is offered again by the resumed trainer"
 

@@ -28,7 +28,7 @@ from prime_rl.transport.deltas import DeltaPublisher, apply_changes, encode_chan
 from prime_rl.transport.weights import ModelFiles, publish_weights, read_manifest, verify_tensors
 from rollouts.training import steps
 from rollouts.training.backends.ranks import Ranks
-from rollouts.training.steps import complete_steps, parse_step, step_path
+from rollouts.training.steps import complete_steps, parse_step, prune_steps, step_path
 
 TINY = resolve_model_dir("tiny-qwen3")
 CANARY = build_canary(0, [], [], "bfloat16", False)
@@ -116,7 +116,9 @@ class Simulation:
             retention=Retention(LEVEL, KEPT, None, step),
             deltas=DeltaPublisher(self.run.broadcasts, ANCHORS),
         )
-        self.publisher.publish_start(step)
+        prune_steps(self.run.broadcasts, lambda version: False)
+        if step:
+            self.publisher.publish(step)
 
     def train(self) -> None:
         old, self.step = self.versions[self.step], self.step + 1
