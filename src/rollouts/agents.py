@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import anyio
 import msgspec
 
+from rollouts.training.proxies import build_http_client
 from rollouts.training.seeds import derive_seed
 from rollouts.training.types import Message, Status, settle
 
@@ -127,10 +128,9 @@ class Endpoint:
         body |= {name: value for name, value in optional.items() if value is not None} | self.extra_body
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         url = self.base_url.rstrip("/") + "/chat/completions"
-        is_tls = url.startswith("https://")  # building a TLS context costs more than a short answer
         try:
             with anyio.fail_after(self.timeout_s):
-                async with httpx.AsyncClient(timeout=None, headers=headers, trust_env=False, verify=is_tls) as client:
+                async with build_http_client(url, headers) as client:
                     reply = await client.post(url, json=body)
         except TimeoutError:
             raise EndpointError(f"{url} timed out after {self.timeout_s:g} s") from None

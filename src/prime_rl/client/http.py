@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import resource
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httptools
 
 CONNECT_TIMEOUT_S = 10.0
 SPARE_FILES = 128  # reserved for logs, files and pipes
-LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_CONNECTING = 128  # concurrent connection attempts: thousands would overflow the server's accept queue
 
 OnLine = Callable[[bytes], None]
@@ -111,21 +109,6 @@ class HttpPool:
         except OSError as error:
             raise ConnectionError(f"no connection to {self.host}:{self.port}: {error.strerror or error}") from error
         return connection
-
-
-def needs_proxy(url: str) -> bool:
-    """Whether the environment (HTTP_PROXY, NO_PROXY, ...) configures a proxy for `url`; never for this machine."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    return host not in LOOPBACK_HOSTS and parts.scheme in getproxies() and not proxy_bypass(host)
-
-
-def exclude_from_proxies(host: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """NO_PROXY and no_proxy of `variables`, with `host`; programs read either."""
-    hosts = variables.get("no_proxy") or variables.get("NO_PROXY") or ""
-    if hosts != "*":
-        hosts = f"{hosts},{host}" if hosts else host
-    return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
 def ensure_open_files(in_flight: int) -> str | None:

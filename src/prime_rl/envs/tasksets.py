@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from prime_rl.client.http import exclude_from_proxies
 from prime_rl.gateway.program import record_session
 from prime_rl.gateway.server import BY_MODEL, HOST, Gateway
 from prime_rl.gateway.session import Session
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import PlainEnvironment
 from rollouts.training.environments.protocol import EnvironmentNotLoaded, Row
+from rollouts.training.proxies import exclude_from_proxies
 
 CLOSE_S = 5.0
 SCRIPT = Path(__file__).with_name("taskset_runner.py")

@@ -15,13 +15,14 @@ from typing import Any
 
 import anyio
 
-from prime_rl.client.http import ensure_open_files, exclude_from_proxies
+from prime_rl.client.http import ensure_open_files
 from prime_rl.gateway.server import HOST, Gateway
 from prime_rl.gateway.session import Session
 from prime_rl.runtime.machine import num_cores
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE, add_token, die_with_parent, kill_run_processes, signal_group
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments.protocol import Row, pause_timeout
+from rollouts.training.proxies import exclude_from_proxies
 from rollouts.training.types import Status
 
 MAX_OUTPUT_BYTES = 64 << 10

@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from prime_rl.client.http import HttpPool, Reply, needs_proxy
+from prime_rl.client.http import HttpPool, Reply
 from prime_rl.client.request_batcher import PendingResponses, RequestBatcher
 from rollouts.training.environments.answers import completion_types, read_completion
 from rollouts.training.environments.protocol import describe_failure
+from rollouts.training.proxies import build_http_client, needs_proxy
 
 if TYPE_CHECKING:
     import openai
@@ -388,7 +389,7 @@ class _HttpxPool:
 
         parts = urlsplit(url)
         self._root, self._timeout_s = f"{parts.scheme}://{parts.netloc}", timeout_s
-        self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=max_connections))
+        self._client = build_http_client(url, {}, max_connections)
         self._no_answer: type[Exception] = httpx.TransportError
         self._too_late: type[Exception] = httpx.TimeoutException
 

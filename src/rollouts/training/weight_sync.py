@@ -15,6 +15,7 @@ import anyio
 import anyio.to_thread
 
 from rollouts.training.json_files import read_json_file
+from rollouts.training.proxies import build_http_client
 from rollouts.training.steps import parse_step
 
 CONTROL_TIMEOUT_S = 30.0  # of requests that load nothing
@@ -115,11 +116,7 @@ class HttpServer:
         # Limits the whole request; httpx's own timeout restarts with every received byte.
         try:
             with anyio.fail_after(timeout_s):
-                # Loading certificates takes 30 ms, so only for https.
-                verify = self.base_url.startswith("https://")
-                async with httpx.AsyncClient(
-                    timeout=None, headers=self.headers, trust_env=False, verify=verify
-                ) as client:
+                async with build_http_client(self.base_url, self.headers) as client:
                     reply = await client.request(method, self.base_url + path, json=body)
         except TimeoutError:
             raise EngineError(FailureKind.UNREACHABLE, f"{path} was not answered within {timeout_s:g} s") from None

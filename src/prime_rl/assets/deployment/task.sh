@@ -5,6 +5,12 @@ here="$(cd "$(dirname "$0")" && pwd)"
 {% for name, value in env.items() %}
 export {{ name }}={{ value | quote }}
 {% endfor %}
+# No proxy is between the machines.
+no_proxy="${no_proxy:-${NO_PROXY:-}}"
+if [ "$no_proxy" != "*" ]; then
+  for host in "${!HOST_@}"; do no_proxy="${no_proxy:+$no_proxy,}${!host}"; done
+fi
+export no_proxy NO_PROXY="$no_proxy"
 {% if task.gpus %}
 # Numbers of GPUs count the visible ones, such as those that Ray has assigned, if so many are named.
 IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES:-}"

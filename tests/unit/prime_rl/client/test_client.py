@@ -18,7 +18,7 @@ from fake_engine import FakeEngine, free_port, serve
 from openai.types.chat import ChatCompletion
 
 from prime_rl.client import http
-from prime_rl.client.http import HttpPool, ensure_open_files, exclude_from_proxies, needs_proxy
+from prime_rl.client.http import HttpPool, ensure_open_files
 from prime_rl.client.scoring import ScoredTokens, TokenScorer, _from_rows
 from prime_rl.configuration.sections import ClientConfig
 from prime_rl.utils.client import InferenceClient, _bad_status, build_clients
@@ -293,33 +293,6 @@ def test_build_clients_reads_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clients[0].root_url == "http://a:1"
     with pytest.raises(ValueError, match="'localhost:8000' is not an address"):
         build_clients(ClientConfig(base_url=["localhost:8000"]))
-
-
-def test_proxies_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    monkeypatch.setenv("no_proxy", "near.example")
-    assert needs_proxy("http://far.example/v1") and not needs_proxy("http://near.example:8000/v1")
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
-def test_no_proxy_is_used_for_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    assert not needs_proxy(f"http://{host}:8000/v1")
-
-
-@pytest.mark.parametrize(
-    ("variables", "hosts"),
-    [
-        ({}, "127.0.0.1"),
-        ({"NO_PROXY": "near.example"}, "near.example,127.0.0.1"),
-        ({"NO_PROXY": "old.example", "no_proxy": "near.example"}, "near.example,127.0.0.1"),
-        ({"no_proxy": "*"}, "*"),
-    ],
-)
-def test_a_host_is_added_to_those_without_a_proxy(variables: dict[str, str], hosts: str) -> None:
-    assert exclude_from_proxies("127.0.0.1", variables) == {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
 @pytest.mark.parametrize(

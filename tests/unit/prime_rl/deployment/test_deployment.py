@@ -324,6 +324,28 @@ def test_a_task_uses_gpus_assigned_to_its_node(visible: str | None, used: str, t
     assert shown.stdout.strip() == used
 
 
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ({}, "10.0.0.7,node-b"),
+        ({"NO_PROXY": "near.example"}, "near.example,10.0.0.7,node-b"),
+        ({"NO_PROXY": "old.example", "no_proxy": "near.example"}, "near.example,10.0.0.7,node-b"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_no_proxy_is_between_the_machines(given: dict[str, str], used: str, tmp_path: Path) -> None:
+    script = build_scripts(
+        Layout((), (Task("server", "http.server", "server.toml", (0,)),)), NodesConfig(), "show", None
+    )
+    (tmp_path / "show").write_text('#!/bin/sh\necho "$no_proxy $NO_PROXY"\n')
+    (tmp_path / "show").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOST_0": "10.0.0.7", "HOST_1": "node-b", **given}
+    shown = subprocess.run(
+        ["bash", "-c", script["server.sh"]], env=environ, capture_output=True, text=True, check=True
+    ).stdout
+    assert shown == f"{used} {used}\n"
+
+
 def test_a_batch_script_names_each_task_and_its_machines() -> None:
     layout, files = make("slurm", *WIDE, "--deployment.time", "2-00:00:00")
     text = files[slurm.JOB_FILE]
