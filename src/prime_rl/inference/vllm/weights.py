@@ -112,6 +112,8 @@ class WeightUpdater:
                     report = await self._load_frozen(client, directory, adapter)
                 except Exception as error:
                     await self._restore(client, error, adapter, was_paused)
+                    if self.broken is not None:
+                        raise ApiError(self.broken, 503, "weight_dir") from error
                     raise ApiError(f"{error}; version {self.version} stays in service", param="weight_dir") from error
                 if hasattr(client, "update_weight_version"):
                     await client.update_weight_version(str(version))

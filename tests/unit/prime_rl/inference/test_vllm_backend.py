@@ -494,7 +494,8 @@ def test_weights_that_cannot_be_trusted_leave_vllm_as_it_was(routes: tuple[Starl
         assert client.calls == ["pause keep", "load step_3", "load step_1", "reset True", "resume"]
         assert (await http.get("/health")).json()["version"] == 1
         client.failing = {"step_3", "step_1"}
-        await update(refused)
+        reply = await update(refused)
+        assert reply.status_code == 503 and "restore the old ones" in reply.text and "in service" not in reply.text
         assert client.calls[-1] == "load step_1", "not resumed"
         assert (await http.get("/health")).status_code == 503
         assert (await http.post("/v1/chat/completions", json={"model": "m"})).status_code == 503
