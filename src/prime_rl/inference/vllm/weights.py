@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import glob
+import os
 import shutil
 import tempfile
 import time
@@ -37,7 +39,7 @@ class WeightUpdater:
         self.broken: str | None = None
         """Why the weights are unknown; None if they are not."""
         self.broadcast: Broadcast | None = None
-        self._name, self._output_dir = config.name, config.output_dir
+        self._name, self._output_dir, self._port = config.name, config.output_dir, config.server.port
         self._model_dir = self._loaded_dir = model_dir
         self._adapter: Path | None = None
         """Directory of the policy adapter; None if the policy is the model itself."""
@@ -78,7 +80,7 @@ class WeightUpdater:
         if received.adapter_config is not None:
             build_spec(received.adapter_config, step, "the trainer")
         if self._received is None:
-            self._received = tempfile.TemporaryDirectory(prefix="received-", dir=self._output_dir)
+            self._received = self._create_received_dir()
         directory = Path(tempfile.mkdtemp(prefix=f"step_{step}-", dir=self._received.name))
         file = WEIGHTS_FILE
         if received.adapter_config is not None:
@@ -86,6 +88,14 @@ class WeightUpdater:
             (directory / ADAPTER_CONFIG_FILE).write_bytes(orjson.dumps(dict(received.adapter_config)))
         save_tensors(received.tensors, directory / file, metadata={"format": "pt"})
         return directory, {name: entry.digest for name, entry in received.manifest.tensors.items()}
+
+    def _create_received_dir(self) -> tempfile.TemporaryDirectory[str]:
+        """Create the directory of received weights, and remove those that this server has left when it was killed."""
+        root = self._output_dir or Path(tempfile.gettempdir())
+        prefix = f"received-{self._name}-{os.uname().nodename}-{self._port}-"  # servers may share `root`
+        for left in root.glob(f"{glob.escape(prefix)}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        return tempfile.TemporaryDirectory(prefix=prefix, dir=root)
 
     async def load(self, client: Any, directory: Path, version: int, digests: dict[str, str] | None) -> Json:
         """Pause, load, verify, reset the KV cache and resume, unless it was paused; running requests are recomputed.

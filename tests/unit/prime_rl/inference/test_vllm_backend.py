@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -446,6 +447,9 @@ def test_vllm_takes_weights_over_a_process_group(
         return [{"rounded": [], "wrong": [], "unknown": [], "repaired": [], "digests": dict(digests)}]
 
     client.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    killed, other = (tmp_path / f"received-inference-{os.uname().nodename}-{port}-old" for port in (8000, 8001))
+    for path in (killed, other):
+        (path / "step_9-x").mkdir(parents=True)
     place = {"host": trainer.address.host, "port": trainer.address.port, "timeout": 5}
 
     async def use(http: httpx.AsyncClient) -> list[httpx.Response]:
@@ -466,7 +470,8 @@ def test_vllm_takes_weights_over_a_process_group(
     assert changed.status_code == 400 and "do not match their manifest: a" in changed.json()["error"]["message"]
     assert adapter.status_code == 400 and "use_dora = True is not plain LoRA" in adapter.json()["error"]["message"]
     assert gone.status_code == 503 and health.json()["version"] == 1
-    [place_of_all] = tmp_path.glob("received-*")
+    [place_of_all] = set(tmp_path.glob("received-*")) - {other}
+    assert other.exists() and not killed.exists(), "each server removes its own"
     assert [path.name.split("-")[0] for path in place_of_all.iterdir()] == ["step_1"]
 
 
