@@ -87,10 +87,14 @@ async def run_environment(
 
 
 def build_request(sampling: SamplingConfig, seed: int, base_url: str, model: str) -> dict[str, Any]:
-    """Arguments of one request; only OpenAI API fields for a server that rejects unknown ones."""
+    """Arguments of one request; only OpenAI API fields for a server that rejects unknown ones.
+
+    Reasoning models there reject a temperature and `top_p` even at their defaults.
+    """
     args = build_sampling_args(sampling, seed)
     if is_strict(base_url, model):
         del args["logprobs"]
+        args = {name: value for name, value in args.items() if name not in ("temperature", "top_p") or value != 1}
         args["extra_body"] = dict(sampling.extra_body)
         args["seed"] = seed % 2**31
     return args

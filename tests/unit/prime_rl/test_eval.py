@@ -484,6 +484,17 @@ def test_strict_servers_get_no_unknown_fields() -> None:
     assert strict["extra_body"] == {} and "logprobs" not in strict and 0 <= strict["seed"] < 2**31
 
 
+def test_reasoning_models_get_no_default_temperature() -> None:
+    """They reject `temperature` and `top_p` even if they are 1."""
+    url, names = "https://api.openai.com/v1", ("temperature", "top_p")
+    default = rollout_jobs.build_request(SamplingConfig(), 0, url, "o4-mini")
+    assert not [name for name in names if name in default]
+    given = rollout_jobs.build_request(SamplingConfig(temperature=0, top_p=0.9), 0, url, "gpt-4.1-mini")
+    assert [given[name] for name in names] == [0, 0.9]
+    ours = rollout_jobs.build_request(SamplingConfig(), 0, "http://localhost:8000/v1", "m")
+    assert [ours[name] for name in names] == [1, 1], "other servers may have defaults of their own"
+
+
 def test_openai_base_url_keeps_fields_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
     url, sampling = "http://localhost:8000/v1", SamplingConfig(top_k=5, min_p=0.1)
     monkeypatch.setenv("OPENAI_BASE_URL", url)
