@@ -23,10 +23,11 @@ OnLine = Callable[[bytes], None]
 
 
 class Reply(NamedTuple):
-    """Status and body of a response."""
+    """Status and body of a response, and the seconds of its `retry-after`."""
 
     status: int
     body: bytes
+    retry_after_s: float | None = None
 
 
 class HttpPool:
@@ -109,6 +110,11 @@ class HttpPool:
         except OSError as error:
             raise ConnectionError(f"no connection to {self.host}:{self.port}: {error.strerror or error}") from error
         return connection
+
+
+def read_retry_after(value: str | None) -> float | None:
+    """The seconds of a `retry-after` header; None without one, and for a date."""
+    return float(value) if value is not None and value.isdecimal() else None
 
 
 def ensure_open_files(in_flight: int) -> str | None:
@@ -194,12 +200,13 @@ class _Response:
         self.ends_with_connection = True  # no length is given: the body ends with the connection
         self._is_chunked = False
         self._body = bytearray()  # with `on_line`, the incomplete last line
+        self._retry_after_s: float | None = None
         self._on_line = on_line
         self._parser = httptools.HttpResponseParser(self)
 
     @property
     def reply(self) -> Reply:
-        return Reply(self.status, bytes(self._body))
+        return Reply(self.status, bytes(self._body), self._retry_after_s)
 
     def feed(self, data: bytes) -> None:
         """Parse `data`; raises `HttpParserError`, or `ValueError` from `on_line`."""
@@ -225,6 +232,8 @@ class _Response:
         field = name.lower()
         if field == b"transfer-encoding" and b"chunked" in value.lower():
             self._is_chunked = True
+        elif field == b"retry-after":
+            self._retry_after_s = read_retry_after(value.decode("latin-1"))
         self.ends_with_connection &= not self._is_chunked and field != b"content-length"
 
     def on_headers_complete(self) -> None:

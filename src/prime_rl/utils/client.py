@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import time
 from collections.abc import Awaitable, Callable
 from functools import cached_property
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from prime_rl.client.http import HttpPool, Reply
+from prime_rl.client.http import HttpPool, Reply, read_retry_after
 from prime_rl.client.request_batcher import PendingResponses, RequestBatcher
 from rollouts.training.environments.answers import completion_types, read_completion
 from rollouts.training.environments.protocol import describe_failure
@@ -29,7 +30,12 @@ T = TypeVar("T")
 MAX_RETRIES = 3  # after connection errors or overload; a timed-out generation is never resent
 RETRY_AFTER_S = 0.25
 LONGEST_RETRY_S = 1.0
+LONGEST_LIMIT_S = 60.0
+"""Of the waits for a rate limit, if the server names none."""
 RETRIED_STATUS = (429, 502, 503, 504)
+RATE_LIMITED = 429
+NO_QUOTA = "insufficient_quota"
+"""Type of OpenAI's error with status 429 that waiting does not resolve."""
 NOT_READY = 503
 NO_SUCH_ROUTE = (404, 405, 501)
 REJECTED = (400, 422)
@@ -336,14 +342,18 @@ class InferenceClient:
     ) -> bytes:
         """Send a request below `base_url` and return the body; bounded retries, then an error of `openai`.
 
-        A server that is unreachable or not ready may be restarting, so it is retried for `reconnect_s` seconds. Retries
-        use the same seed, so the response does not change.
+        A server that is unreachable or not ready may be restarting, so it is retried for `reconnect_s` seconds; one
+        that limits the rate of requests as long as a response may take. Retries use the same seed, so the response does
+        not change.
         """
         data = b"" if body is None else msgspec.json.encode(body)
-        patient_until = time.monotonic() + (self.reconnect_s if max_retries else 0.0)
+        started = time.monotonic()
+        patient_until = started + (self.reconnect_s if max_retries else 0.0)
+        limited_until = started + (timeout_s or self.timeout_s if max_retries else 0.0)
         for attempt in itertools.count():
             spent = attempt >= max_retries
             gone = time.monotonic() >= patient_until
+            wait_s = min(RETRY_AFTER_S * 2 ** min(attempt, 8), LONGEST_RETRY_S)
             try:
                 reply = await self._pool.request(method, self._path + path, data, self.headers, timeout_s)
             except TimeoutError as error:
@@ -354,9 +364,13 @@ class InferenceClient:
             else:
                 if reply.status < 300:
                     return reply.body
-                if reply.status not in RETRIED_STATUS or (spent and (gone or reply.status != NOT_READY)):
+                if reply.status == RATE_LIMITED:
+                    wait_s = _find_limit_wait(reply, attempt)
+                    if time.monotonic() + wait_s >= limited_until or _read_cause(reply.body).type == NO_QUOTA:
+                        raise _bad_status(reply, self.base_url + path)
+                elif reply.status not in RETRIED_STATUS or (spent and (gone or reply.status != NOT_READY)):
                     raise _bad_status(reply, self.base_url + path)
-            await asyncio.sleep(min(RETRY_AFTER_S * 2 ** min(attempt, 8), LONGEST_RETRY_S))
+            await asyncio.sleep(wait_s)
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
@@ -403,7 +417,7 @@ class _HttpxPool:
             raise TimeoutError(f"{self._root} did not answer {path} within {limit:g} s") from error
         except self._no_answer as error:
             raise ConnectionError(f"no connection to {self._root}: {error}") from error
-        return Reply(reply.status_code, reply.content)
+        return Reply(reply.status_code, reply.content, read_retry_after(reply.headers.get("retry-after")))
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -471,16 +485,24 @@ def _bad_status(reply: Reply, url: str) -> openai.APIStatusError:
     return kind(f"{url} answered {reply.status}: {response.text[:500]}", response=response, body=None)
 
 
-def _read_cause(error: openai.APIStatusError) -> ErrorCause:
+def _find_limit_wait(reply: Reply, attempt: int) -> float:
+    """Seconds until a request beyond a rate limit is repeated; spread, as all requests of a moment are rejected."""
+    wait_s = RETRY_AFTER_S * 2.0 ** min(attempt, 8)
+    if reply.retry_after_s is not None and reply.retry_after_s <= LONGEST_RETRY_S:  # as of our own servers
+        return min(wait_s, LONGEST_RETRY_S)
+    return (reply.retry_after_s or min(wait_s, LONGEST_LIMIT_S)) * random.uniform(1, 1.25)
+
+
+def _read_cause(body: bytes) -> ErrorCause:
     try:
-        return msgspec.json.decode(error.response.content, type=ErrorBody).error
+        return msgspec.json.decode(body, type=ErrorBody).error
     except (msgspec.DecodeError, RecursionError):
         return ErrorCause()
 
 
 def has_unknown_model(error: openai.APIStatusError) -> bool:
     """Whether a server has the route of a request, but no model of that name."""
-    return error.status_code == 404 and _read_cause(error).param == "model"
+    return error.status_code == 404 and _read_cause(error.response.content).param == "model"
 
 
 def _lacks_route(error: openai.APIStatusError) -> bool:
@@ -491,7 +513,7 @@ def _lacks_route(error: openai.APIStatusError) -> bool:
 def _lacks_scores(error: openai.APIStatusError) -> bool:
     """Whether a server has no /score as ours; vLLM has one for pairs of texts, which rejects our requests."""
     if error.status_code in REJECTED:
-        return _read_cause(error).type != OWN_REJECTION
+        return _read_cause(error.response.content).type != OWN_REJECTION
     return _lacks_route(error)
 
 

@@ -9,6 +9,7 @@ import socket
 import threading
 from array import array
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -82,7 +83,7 @@ def test_the_overlong_prompt_error_carries_the_servers_words(engine: FakeEngine)
     anyio.run(main)
 
 
-@pytest.mark.parametrize(("status", "tries"), [(503, 4), (429, 4), (500, 1), (400, 1), (404, 1)])
+@pytest.mark.parametrize(("status", "tries"), [(503, 4), (500, 1), (400, 1), (404, 1)])
 def test_only_overload_is_tried_again_and_not_for_ever(
     engine: FakeEngine, status: int, tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +97,63 @@ def test_only_overload_is_tried_again_and_not_for_ever(
 
     anyio.run(main)
     assert len(engine.requests) == tries
+
+
+@pytest.mark.parametrize(
+    ("retry_after_s", "waits"),
+    [
+        (None, [0.25, 0.5, 1, 2, 4, 8, 16, 32, 60, 60]),
+        (7.0, [7] * 10),
+        (1.0, [0.25, 0.5, *[1] * 8]),  # of our own server
+        (0.0, [0.25, 0.5, *[1] * 8]),
+    ],
+)
+def test_a_rate_limit_is_waited_for(
+    retry_after_s: float | None, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, slept = InferenceClient("http://127.0.0.1:1/v1"), list[float]()
+
+    async def request(*_: Any) -> http.Reply:
+        return http.Reply(200, b"done") if len(slept) == len(waits) else http.Reply(429, b"", retry_after_s)
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(client._pool, "request", request)
+    monkeypatch.setattr("prime_rl.utils.client.asyncio", SimpleNamespace(sleep=sleep))
+    assert anyio.run(client.request, "POST", "/chat/completions") == b"done"
+    assert all(wait <= seconds <= 1.25 * wait for wait, seconds in zip(waits, slept, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "body"),
+    [(5, b""), (1200, b'{"error": {"type": "insufficient_quota"}}')],
+    ids=["longer than the timeout", "quota"],
+)
+def test_a_rate_limit_that_lasts_is_an_error(timeout_s: float, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, num_requests = InferenceClient("http://127.0.0.1:1/v1", timeout_s=timeout_s), 0
+
+    async def request(*_: Any) -> http.Reply:
+        nonlocal num_requests
+        num_requests += 1
+        return http.Reply(429, body, 7.0)
+
+    monkeypatch.setattr(client._pool, "request", request)
+    with pytest.raises(openai.RateLimitError):
+        anyio.run(client.request, "POST", "/chat/completions")
+    assert num_requests == 1
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(b"7", 7.0), (b"Wed, 21 Oct 2026 07:28:00 GMT", None), (b"\xb2", None)])
+def test_retry_after_is_read(value: bytes, seconds: float | None) -> None:
+    answer = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: " + value + b"\r\ncontent-length: 0\r\n\r\n"
+    with raw_server([answer]) as url:
+
+        async def main() -> None:
+            pool = HttpPool(url, max_connections=1, timeout_s=20)
+            assert await pool.request("GET", "/") == (429, b"", seconds)
+
+        anyio.run(main)
 
 
 def test_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +272,7 @@ def test_ways_to_send_a_body(answer: bytes, body: bytes) -> None:
 
         async def main() -> None:
             pool = HttpPool(url, max_connections=1, timeout_s=20)
-            assert await pool.request("GET", "/") == (200, body)
+            assert await pool.request("GET", "/") == http.Reply(200, body)
 
         anyio.run(main)
 
@@ -239,7 +297,7 @@ def test_idle_closed_connections_are_replaced() -> None:
 
         async def main() -> None:
             pool = HttpPool(url, max_connections=1, timeout_s=20)
-            assert [await pool.request("GET", "/") for _ in range(2)] == [(200, b"ok")] * 2
+            assert [await pool.request("GET", "/") for _ in range(2)] == [http.Reply(200, b"ok")] * 2
 
         anyio.run(main)
 
@@ -251,8 +309,8 @@ def test_data_after_a_response_ends_its_connection(extra: bytes) -> None:
 
         async def main() -> None:
             pool = HttpPool(url, max_connections=1, timeout_s=20)
-            assert await pool.request("GET", "/") == (200, b"ok") and not pool._idle
-            assert await pool.request("GET", "/") == (200, b"ok")
+            assert await pool.request("GET", "/") == http.Reply(200, b"ok") and not pool._idle
+            assert await pool.request("GET", "/") == http.Reply(200, b"ok")
 
         anyio.run(main)
 
