@@ -70,15 +70,15 @@ class Loop:
                 break
 
     def search(self, number: int, folder: Path, model: str) -> bool:
-        """Search the context of a round; False if every example is solved without one, or none improved the score."""
+        """Search the context of a round; False if every example is solved without one, or it is not `is_new`."""
         title, before = (
             f"round {number}: search",
             self.output_dir / f"round_{number - 1}" / "evolve" / "evolve" / "best.md",
         )
-        options = ["--examples", "failed", "--context-file", "None", "--context"]
-        options = [] if number == 1 else [*options, before.read_text()]
+        distilled = "" if number == 1 else before.read_text()
+        options = ["--examples", "failed", "--context-file", "None", "--context", distilled]
         try:
-            is_done = self.do(title, "evolve", folder / "evolve", model, options)
+            is_done = self.do(title, "evolve", folder / "evolve", model, [] if number == 1 else options)
         except ChildFailed as failure:
             if SOLVED not in (failure.wrong_input or ""):
                 raise
@@ -88,7 +88,7 @@ class Loop:
             found = folder / "evolve" / "evolve"
             summary = json.loads((found / "summary.json").read_text())
             self.record(title, {**summary, "context": (found / "best.md").read_text()})
-        return bool(self.results[title].get("context", "").strip())
+        return is_new(self.results[title].get("context", ""), distilled)
 
     def distill(self, number: int, folder: Path, model: str) -> None:
         """Distill the context of a round into the weights."""
@@ -170,6 +170,11 @@ def digest(data: bytes) -> str:
     return sha256(data).hexdigest()
 
 
+def is_new(context: str, distilled: str) -> bool:
+    """Whether a context is not empty and not the one that the weights were trained on last."""
+    return context.strip() not in ("", distilled.strip())
+
+
 def score_of(summaries: Mapping[str, Mapping[str, float]]) -> tuple[float, float, float]:
     """Score of the first environment of an evaluation, with its 95 % interval."""
     [summary, *_] = summaries.values()
@@ -216,8 +221,9 @@ def format_report(results: Mapping[str, Any], model: str) -> str:
         before = after
     solved = [title.partition(":")[0] for title, result in results.items() if "is_solved" in result]
     lines += ["", f"Before {solved[0]} every training example is solved without a context."] if solved else []
-    failed = [title for title, result in results.items() if not result.get("context", "any").strip()]
-    lines += ["", f"No context improved the score in {failed[0].partition(':')[0]}."] if failed else []
+    last = results.get(f"round {len(texts)}: search", {}).get("context")
+    if last is not None and not is_new(last, texts[-1]):
+        lines += ["", f"No context improved the score in round {len(texts)}."]
     for number in range(1, len(texts)):
         pair = [text.splitlines() for text in texts[number - 1 : number + 1]]
         diff = list(difflib.unified_diff(*pair, lineterm=""))[2:]

@@ -201,8 +201,9 @@ def test_loop_ends_when_training_examples_are_solved(tmp_path: Path) -> None:
         run(tmp_path / "b", FakeStages([0.0], 1, failure=WrongInput("evolve: budget = 1 is less than")))
 
 
-def test_loop_ends_when_no_context_is_found(tmp_path: Path) -> None:
-    stages = FakeStages([0.0, 0.4], contexts=["rule 1", ""])
+@pytest.mark.parametrize("second", ["", "rule 1"])
+def test_loop_ends_when_no_context_is_found(tmp_path: Path, second: str) -> None:
+    stages = FakeStages([0.0, 0.4], contexts=["rule 1", second])
     for _ in range(2):  # the second time nothing is left to do
         run(tmp_path, stages, rounds=3)
         assert [command for _, command, _ in stages.commands] == ["eval", "evolve", "rl", "eval", "evolve"]
