@@ -23,7 +23,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
-from stages import ROOT, Stages, is_local, newest_weights, next_directory, read_summaries, shown
+from stages import (
+    ROOT,
+    Stages,
+    find_average,
+    format_score,
+    is_local,
+    newest_weights,
+    next_directory,
+    read_summaries,
+    shown,
+)
 
 from prime_rl.evolve.evolve import SOLVED
 from prime_rl.runtime.machine import find_free_port
@@ -66,7 +76,8 @@ class Loop:
             model = self.merge(number, folder)
             self.evaluate(f"round {number}", model)
             self.write_report()
-            if score_of(self.results[f"round {number}: eval"])[0] >= 1:
+            summary = first_summary(self.results[f"round {number}: eval"])
+            if summary[find_average(summary)] >= 1:
                 break
 
     def search(self, number: int, folder: Path, model: str) -> bool:
@@ -175,11 +186,9 @@ def is_new(context: str, distilled: str) -> bool:
     return context.strip() not in ("", distilled.strip())
 
 
-def score_of(summaries: Mapping[str, Mapping[str, float]]) -> tuple[float, float, float]:
-    """Score of the first environment of an evaluation, with its 95 % interval."""
-    [summary, *_] = summaries.values()
-    [key] = [key for key in summary if key.startswith("avg@") and "/" not in key]
-    return summary[key], summary[f"{key}/ci_low"], summary[f"{key}/ci_high"]
+def first_summary(summaries: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The summary of the first environment of an evaluation."""
+    return next(iter(summaries.values()))
 
 
 def format_report(results: Mapping[str, Any], model: str) -> str:
@@ -210,9 +219,9 @@ def format_report(results: Mapping[str, Any], model: str) -> str:
             f"{number}",
             f"{search['initial_mean']:.3f} -> {search['mean']:.3f}",
             f"{search['rollouts']}",
-            format_score(before),
+            format_score(first_summary(before)),
             "-" if teacher is None else f"{teacher:.3f}",
-            format_score(after),
+            format_score(first_summary(after)),
             no_gap if closed is None else f"{closed:.2f} ({interval[0]:.2f} to {interval[1]:.2f})",
             ", ".join(f"{value:.2f}" for value in retained) or "-",
         ]
@@ -229,12 +238,6 @@ def format_report(results: Mapping[str, Any], model: str) -> str:
         diff = list(difflib.unified_diff(*pair, lineterm=""))[2:]
         lines += ["", f"## Context of round {number}", "", "```diff", *diff, "```"]
     return "\n".join(lines) + "\n"
-
-
-def format_score(summaries: Mapping[str, Mapping[str, float]]) -> str:
-    """A score with its interval."""
-    mean, low, high = score_of(summaries)
-    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
 def find_model(name: str) -> str:

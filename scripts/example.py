@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
-from stages import ROOT, Stages, is_local, newest_weights, read_summaries, shown
+from stages import ROOT, Stages, format_score, is_local, newest_weights, read_summaries, shown
 
 from prime_rl.monitor.summary import message_text
 from prime_rl.pretrained.fetch import KNOWN_MODELS
@@ -236,18 +236,12 @@ def render_scores(untouched: Result, results: dict[int, Result]) -> str:
         scores = untouched["scores"] | result["scores"]
         cost = [result[key] + untouched[key] for key in ("seconds", "cpu_seconds")]
         peak = max(result["peak_bytes"], untouched["peak_bytes"])
-        lines.append([str(seed), *(render_score(scores[stage][env]) for env in envs for stage in stages)])
+        lines.append([str(seed), *(format_score(scores[stage][env]) for env in envs for stage in stages)])
         curves = [result["curves"][stage][HELD_OUT_LOSS] for stage in losses]
         lines[-1] += [f"{curve[0][1]:.3f} to {curve[-1][1]:.3f}" for curve in curves]
         lines[-1] += [render_distillation(result).get(name, "") for name in distilled]
         lines[-1] += [f"{cost[0] / 60:.1f}", f"{cost[1] / 60:.1f}", f"{peak / 2**30:.1f}"]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def render_score(summary: dict[str, Any]) -> str:
-    """Mean reward with its 95% interval."""
-    [key] = [key for key in summary if key.startswith("avg@") and "/" not in key]
-    return f"{summary[key]:.3f} ({summary[f'{key}/ci_low']:.3f} to {summary[f'{key}/ci_high']:.3f})"
 
 
 def render_distillation(result: Result) -> dict[str, str]:

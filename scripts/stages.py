@@ -10,7 +10,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,19 @@ def read_summaries(run_dir: Path) -> dict[str, dict[str, Any]]:
     """The summary of each environment that was evaluated in a run directory."""
     files = sorted((run_dir / "evals").glob("*/summary.json"))
     return {file.parent.name: json.loads(file.read_text()) for file in files}
+
+
+def find_average(summary: Mapping[str, Any]) -> str:
+    """The key of the mean reward in the summary of an environment."""
+    [key] = [key for key in summary if key.startswith("avg@") and "/" not in key]
+    return key
+
+
+def format_score(summary: Mapping[str, Any]) -> str:
+    """Mean reward with its 95% interval, which may be unknown for a single example."""
+    key = find_average(summary)
+    low, high = summary[f"{key}/ci_low"], summary[f"{key}/ci_high"]
+    return f"{summary[key]:.3f}" + ("" if low is None else f" ({low:.3f} to {high:.3f})")
 
 
 def newest_weights(run_dir: Path) -> Path:

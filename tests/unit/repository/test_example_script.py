@@ -121,6 +121,18 @@ def test_distillations_show_gap_and_retention(tmp_path: Path) -> None:
     assert cells in page
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "text"), [(0.25, 0.75, "0.500 (0.250 to 0.750)"), (None, None, "0.500")], ids=["known", "unknown"]
+)
+def test_scores_without_an_interval_are_shown(
+    low: float | None, high: float | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a single reward of 2 is null in `summary.json`."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    summary = {"avg@1": 0.5, "avg@1/ci_low": low, "avg@1/ci_high": high}
+    assert importlib.import_module("stages").format_score(summary) == text
+
+
 def test_results_of_other_settings_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     keep_result = importlib.import_module("example").keep_result
