@@ -17,7 +17,6 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from rich.markdown import Markdown
 from stages import (
     ROOT,
     Stages,
+    digest,
+    digest_settings,
     find_average,
     format_score,
     is_local,
@@ -163,22 +164,6 @@ class Loop:
     def write_report(self) -> None:
         """Write `report.md`."""
         (self.output_dir / "report.md").write_text(format_report(self.results, self.model))
-
-
-def digest_settings(file: Path) -> str:
-    """Digest of the settings in a file, without the budget of searches, which a later round may need to be larger."""
-    data = file.read_bytes()
-    try:
-        settings = tomllib.loads(data.decode())
-    except ValueError:  # the command names the error
-        return digest(data)
-    settings.pop("budget", None)
-    return digest(json.dumps(settings, sort_keys=True, default=str).encode())
-
-
-def digest(data: bytes) -> str:
-    """SHA-256 in hexadecimal."""
-    return sha256(data).hexdigest()
 
 
 def is_new(context: str, distilled: str) -> bool:

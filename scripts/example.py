@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
-from stages import ROOT, Stages, format_score, is_local, newest_weights, read_summaries, shown
+from stages import ROOT, Stages, digest_settings, format_score, is_local, newest_weights, read_summaries, shown
 
 from prime_rl.monitor.summary import message_text
 from prime_rl.pretrained.fetch import KNOWN_MODELS
@@ -119,6 +119,9 @@ class Example:
         if finished:
             self.console.print(f"Finished before, not repeated: {', '.join(shown(path.parent) for path in finished)}")
         settings = {"--model.name": self.model, "--max-steps": self.max_steps, "--num-examples": self.num_examples}
+        settings |= {
+            file.name: digest_settings(file) for end in ("toml", "py") for file in self.folder.glob(f"*.{end}")
+        }
         untouched = keep_result(self.output_dir / UNTOUCHED, self.run_untouched, settings)
         results = {}
         for seed in seeds:

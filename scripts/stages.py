@@ -10,8 +10,10 @@ import resource
 import shlex
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,25 @@ def newest_weights(run_dir: Path) -> Path:
     if step is None:
         raise SystemExit(f"error: {run_dir / 'weights'} holds no weights although the stage before succeeded")
     return step_path(run_dir / "weights", step)
+
+
+def digest_settings(file: Path) -> str:
+    """Digest of the settings in a TOML file, without the budget of searches, which a later round may need to be larger.
+
+    That of the content of any other file, such as one in Python.
+    """
+    data = file.read_bytes()
+    try:
+        settings = tomllib.loads(data.decode())
+    except ValueError:  # for a TOML file the command names the error
+        return digest(data)
+    settings.pop("budget", None)
+    return digest(json.dumps(settings, sort_keys=True, default=str).encode())
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 in hexadecimal."""
+    return sha256(data).hexdigest()
 
 
 def next_directory(root: Path) -> Path:

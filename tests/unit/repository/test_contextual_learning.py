@@ -158,7 +158,7 @@ def test_stages_of_earlier_versions_are_reused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_toml_reaches_its_command(tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "scripts"))
-    digest_settings = importlib.import_module("contextual_learning").digest_settings
+    digest_settings = importlib.import_module("stages").digest_settings
     for content in (b"budget = ", b"\xff"):
         (tmp_path / "evolve.toml").write_bytes(content)
         assert digest_settings(tmp_path / "evolve.toml") == sha256(content).hexdigest()

@@ -148,6 +148,36 @@ def test_results_of_other_settings_are_not_reused(tmp_path: Path, monkeypatch: p
         keep_result(tmp_path / "seed_0", run, other)
 
 
+@pytest.mark.parametrize("name", ["rl.toml", "task.py"])
+def test_results_of_other_files_are_not_reused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script = importlib.import_module("example")
+
+    def run(self: object, directory: Path, seed: int = 0) -> dict[str, object]:
+        directory.mkdir(parents=True)
+        return {"scores": {}, "curves": {}, "seconds": 1, "cpu_seconds": 1, "peak_bytes": 1}
+
+    for method in ("run_untouched", "run_seed"):
+        monkeypatch.setattr(script.Example, method, run)
+    monkeypatch.setattr(script, "save_curves", lambda *_: False)
+    folder = tmp_path / "task"
+    folder.mkdir()
+    for file, text in (("rl.toml", "max_steps = 1"), ("task.py", "")):
+        (folder / file).write_text(text)
+    example = script.Example(folder, tmp_path / "out", "m")
+    example.run([0])
+    (folder / "rl.toml").write_text("# as before\nmax_steps = 1")
+    (folder / "README.md").write_text("new")
+    example.run([0])
+    (folder / name).write_text("max_steps = 2")
+    with pytest.raises(SystemExit, match=f"another {name}: choose another --output-dir"):
+        example.run([0])
+    for path in (tmp_path / "out").glob("*/result.json"):  # of an earlier version
+        result = json.loads(path.read_text())
+        path.write_text(json.dumps(result | {"settings": {"--model.name": "m"}}))
+    example.run([0])
+
+
 def test_only_local_models_forbid_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     is_local = importlib.import_module("stages").is_local
