@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +39,21 @@ COLLAPSE_FRACTION = 0.5
 
 
 class ContextEnvironment:
-    """An environment whose prompts include the teacher's context. `groups`: the student's rollouts of the rows, of
-    which contexts from outcomes are made; a row without such a context keeps its prompt."""
+    """The evaluated rows of an environment, the first ones, with the teacher's context in their prompts. `groups`: the
+    student's rollouts of them, of which contexts from outcomes are made; a row without such a context keeps its
+    prompt."""
 
     def __init__(
-        self,
-        environment: Environment,
-        contexts: ContextProvider,
-        name: str,
-        default_system: str = "",
-        groups: Groups | None = None,
+        self, environment: Environment, contexts: ContextProvider, name: str, groups: Groups, default_system: str = ""
     ) -> None:
-        self.id, self._groups = environment.id, groups or []
+        self.id, self._groups = environment.id, groups
         self._environment, self._contexts, self._name = environment, contexts, name
         self._default_system = default_system
 
     def rows(self, split: str = "train") -> list[Row]:
         """Rows with the teacher's prompts."""
-        groups = zip_longest(self._environment.rows(split), self._groups, fillvalue=())
-        return [self._add_context(row, to_outcomes(group)) for row, group in groups if row]
+        rows = zip(self._environment.rows(split), self._groups, strict=False)
+        return [self._add_context(row, to_outcomes(group)) for row, group in rows]
 
     async def run_group(
         self, row: Row, client: Any, model: str, sampling_args: Sequence[dict[str, Any]], retries: int = 0
@@ -66,7 +61,7 @@ class ContextEnvironment:
         """Delegate to the environment."""
         return await self._environment.run_group(row, client, model, sampling_args, retries)
 
-    def _add_context(self, row: Row, outcomes: Sequence[RolloutOutcome] = ()) -> Row:
+    def _add_context(self, row: Row, outcomes: Sequence[RolloutOutcome]) -> Row:
         context, prompt = self._contexts.context_for(self._name, row, group=outcomes), row["prompt"]
         if not context:
             return row
@@ -166,7 +161,7 @@ class BaselineEvaluator:
         if self.teacher.contexts.role(name) != "context":
             return await self._measure_without_context(name, rows, version, groups, sampling)
         default_system = await self.teacher.find_default_system(name, {}, self.clients[0])
-        context_environment = ContextEnvironment(environment, self.teacher.contexts, name, default_system, groups)
+        context_environment = ContextEnvironment(environment, self.teacher.contexts, name, groups, default_system)
         scores = {"student": example_scores(groups)}
         student = (self.clients, self.teacher.model)
         context_groups = await run(context_environment, *student)

@@ -423,8 +423,19 @@ def test_context_environment_uses_outcomes_of_the_student() -> None:
     contexts, world = ContextProvider(config.teacher_model, config.env, 0), build_environment(["a"], ["b", "c", "d"])
     failed = Rollout(prompt="", status=Status.FAILED, feedback="of a failed one")
     groups = [[Rollout(prompt="", feedback="no"), Rollout(prompt="", feedback="not")], [failed, Rollout(prompt="")]]
-    rows = ContextEnvironment(world, contexts, "world", groups=groups).rows("eval")
-    assert [row["prompt"][0]["content"] for row in rows] == ["no: b", "c", "d"]
+    rows = ContextEnvironment(world, contexts, "world", groups).rows("eval")
+    assert [row["prompt"][0]["content"] for row in rows] == ["no: b", "c"]
+
+
+def test_contexts_are_built_for_evaluated_rows_only() -> None:
+    """Rows beyond `eval.num_examples` are not checked, so that theirs may be missing."""
+    teacher = {"context_template": "{{example.answer}}: "}
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "teacher_model": teacher})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, 0)
+    world = PlainEnvironment([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], lambda completion: 0.0)
+    rows = ContextEnvironment(world, contexts, "world", [[Rollout(prompt="")]]).rows("eval")
+    assert [row["prompt"][0]["content"] for row in rows] == ["1: a"]
 
 
 def test_planted_bad_context_triggers_the_alarm() -> None:
