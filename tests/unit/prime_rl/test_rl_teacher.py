@@ -354,6 +354,17 @@ def test_shown_prompts_have_the_arguments_of_the_template(monkeypatch: pytest.Mo
     assert inspect_contexts.inspect_contexts(config, 1).count("brief<|im_start|>") == 2
 
 
+def test_environments_without_a_teacher_need_no_context() -> None:
+    """Their rows may lack the keys of the template."""
+    world = "test_rl_teacher:build_world"
+    envs = [{"id": world, "name": "taught"}, {"id": world, "name": "rewarded", "teacher": "none"}]
+    envs[0]["context"] = "C "
+    teacher = {"context_template": "{{example.fact}} ", "inspect_context": 1}
+    config = OrchestratorConfig.model_validate({"model": {"name": "tiny-qwen3"}, "env": envs, "teacher_model": teacher})
+    text = inspect_contexts.inspect_contexts(config, 1)
+    assert text.count("C Two plus two?") == 1 and "rewarded, prompt 0: no teacher" in text
+
+
 def build_world() -> dict[str, Any]:
     return {"dataset": [{"prompt": "Two plus two?"}, {"prompt": "Three?"}], "rewards": lambda completion: 0.0}
 

@@ -32,9 +32,9 @@ def inspect_contexts(config: OrchestratorConfig, num: int, width: int | None = N
     with open_environments([env.model_copy(update={"num_workers": 0}) for env in config.env]) as environments:
         for name, environment in environments.items():
             for number, row in enumerate(environment.rows("train")[:num]):
-                is_reference = contexts.role(name) == "reference"
-                context = "" if is_reference else contexts.context_for(name, row, group=[EXAMPLE])
-                if contexts.role(name) == "none" or context is None:
+                role = contexts.role(name)
+                context = contexts.context_for(name, row, group=[EXAMPLE]) if role == "context" else ""
+                if role == "none" or context is None:
                     blocks.append(f"{name}, prompt {number}: no teacher")
                     continue
                 chat_request = {"prompt" if isinstance(row["prompt"], str) else "messages": row["prompt"], **options}
