@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prime_rl.evolve.proposer import Proposer
     from prime_rl.evolve.records import ProposalLog
     from prime_rl.evolve.search import Candidate, Search
-    from prime_rl.generation.resume_log import ResumeLog
+    from prime_rl.generation.resume_log import Result, ResumeLog
     from prime_rl.generation.rollout_jobs import ModelEndpoint
     from prime_rl.generation.session import GenerationRun
     from rollouts.training.agent_integration import Rollout
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 MAX_LENGTH = "model.max_model_len"
+LOST = ("AuthenticationError", "PermissionDeniedError", "NotFoundError", "WorkerDied", "WorkerStalled", "WorkerMemory")
+"""Errors of a server that lost its key or model, and of lost workers, besides the infrastructure errors."""
 SOLVED = "every training example is solved without a context"
 """The error if no examples are left to search on."""
 
@@ -178,17 +180,14 @@ class EvolveSession:
 
         from prime_rl.generation.resume_log import to_result
         from prime_rl.generation.rollout_jobs import run_rows
-        from rollouts.training.environments.protocol import PERMANENT
         from rollouts.training.row_digests import compute_digest
 
-        # They count as 0: a reward function that raises for an answer raises for it again.
-        final = (*PERMANENT, "RewardError")
         env = self.config.env[0]
         digests = [compute_digest([row, context]) for row in self.run.digest_rows(env.name or env.id, self.rows)]
         rows = [insert_into_row(row, context, self.config) for row in self.rows]
         block = self._block(number, context)
         missing = [
-            self.resume_log.missing(block + i, digest, self.num_rollouts, final) if i in set(examples) else []
+            self.resume_log.missing(block + i, digest, self.num_rollouts, is_interrupted) if i in set(examples) else []
             for i, digest in enumerate(digests)
         ]
         self.is_new |= any(missing)
@@ -209,10 +208,11 @@ class EvolveSession:
             )
         results = [result for i in examples for result in self.resume_log.results(block + i, self.num_rollouts)]
         failed = [result for result in results if result.failed]
-        is_retried = any(result.failed_beside(final) for result in failed)
-        if is_retried or (number <= 0 and len(failed) == len(results)):
-            cure = "run the same command to retry them" if is_retried else "correct the cause and pass --no-resume"
-            raise RuntimeError(f"{len(failed)} of {len(results)} rollouts failed: {failed[-1].error}\n  {cure}")
+        interrupted = [result for result in failed if is_interrupted(result)]
+        if interrupted or (number <= 0 and len(failed) == len(results)):
+            cure = "run the same command to retry them" if interrupted else "correct the cause and pass --no-resume"
+            last = (interrupted or failed)[-1].error
+            raise RuntimeError(f"{len(failed)} of {len(results)} rollouts failed: {last}\n  {cure}")
         if failed:
             logger.warning(f"Candidate {number}: {len(failed)} rollouts failed and count as 0: {failed[-1].error}")
         return {i: self._score(block + i) for i in examples}
@@ -262,6 +262,17 @@ class EvolveSession:
                 f"best={best.mean:.4f} rollouts={search.num_rollouts}"
             )
         self.is_new = False
+
+
+def is_interrupted(result: Result) -> bool:
+    """Whether a rollout failed because of a server or a lost worker and is repeated; others that failed count as 0.
+
+    Timeouts count as 0, too: an answer that takes too long does so again.
+    """
+    from rollouts.training.environments.protocol import INFRASTRUCTURE_ERRORS, PERMANENT
+
+    kind = result.error_type
+    return result.failed and kind not in PERMANENT and (kind in INFRASTRUCTURE_ERRORS or kind in LOST)
 
 
 def shows_context(rollout: Rollout, context: str) -> bool:

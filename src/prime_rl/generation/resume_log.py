@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,18 +45,19 @@ class Result(msgspec.Struct, kw_only=True):
         return self.reward is None
 
     @property
+    def error_type(self) -> str:
+        """The type of the error; "" without one."""
+        return (self.error or "").partition(":")[0]
+
+    @property
     def unscored(self) -> bool:
         """Whether a reward function raised, which then counts as 0 in the reward."""
-        return not self.failed and (self.error or "").startswith("RewardError:")
+        return not self.failed and self.error_type == "RewardError"
 
     @property
     def is_retryable(self) -> bool:
         """Whether it failed with an error that the same command may resolve, such as a timeout."""
-        return self.failed_beside(("OverlongPrompt",))
-
-    def failed_beside(self, final: Collection[str]) -> bool:
-        """Whether it failed with an error of another type than these."""
-        return self.failed and (self.error or "").partition(":")[0] not in final
+        return self.failed and self.error_type != "OverlongPrompt"
 
 
 def to_result(rollout: Rollout, number: int) -> Result:
@@ -158,15 +159,21 @@ class ResumeLog:
         self._results[entry.index].update({result.rollout_idx: result for result in entry.results})
         self.elapsed = max(self.elapsed, entry.elapsed)
 
-    def missing(self, index: int, row: str, num_rollouts: int, final: Collection[str] = ()) -> list[int]:
-        """Rollouts of an example still to run: absent, of another row, or failed with an error not in `final`.
+    def missing(
+        self,
+        index: int,
+        row: str,
+        num_rollouts: int,
+        is_retried: Callable[[Result], bool] = lambda result: result.failed,
+    ) -> list[int]:
+        """Rollouts of an example still to run: absent, of another row, or failed and to be retried.
 
         `row` is the digest of the row before its first rollout, as rewards may change a row in place.
         """
         if self._rows.get(index) != row:
             return list(range(num_rollouts))
         results = self._results[index]
-        return [n for n in range(num_rollouts) if n not in results or results[n].failed_beside(final)]
+        return [n for n in range(num_rollouts) if n not in results or is_retried(results[n])]
 
     def add(self, index: int, row: str, results: Sequence[Result], elapsed: float) -> None:
         """Append rollouts of an example; they are on disk when this returns."""

@@ -20,6 +20,7 @@ from prime_rl.runtime.redaction import redact_fields
 from prime_rl.utils.vf import build_sampling_args
 from rollouts.training.agent_integration import Rollout, describe_completion, rollout_to_samples
 from rollouts.training.environments import Environment
+from rollouts.training.environments.protocol import INFRASTRUCTURE_ERRORS
 from rollouts.training.rollout_gen.async_rollout_manager import (
     AsyncRolloutManager,
     GroupDropped,
@@ -32,12 +33,6 @@ from rollouts.training.types import RolloutConfig, Sample, Status
 
 MAX_EXPECTED_BYTES = 16 * 1024
 """Longer answers and infos of rows, encoded, are not recorded with each of their rollouts."""
-
-# Infrastructure errors: these alone do not quarantine a prompt at once. A rollout also times out while it waits for a
-# server that is restarted or has too many requests.
-INFRASTRUCTURE_ERRORS = frozenset(
-    "APIConnectionError APITimeoutError InternalServerError RateLimitError ModelError RolloutTimeout".split()
-)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -207,7 +202,7 @@ def count_slots(config: OrchestratorConfig) -> int:
 
 
 def find_drop_reason(rollouts: list[Rollout]) -> DropReason:
-    """Why a group without enough successful rollouts is dropped."""
+    """Why a group without enough successful rollouts is dropped; engine errors do not quarantine a prompt at once."""
     kinds = {rollout.error_type for rollout in rollouts if rollout.failed}
     if kinds and kinds <= INFRASTRUCTURE_ERRORS:
         return DropReason.ENGINE_ERROR

@@ -23,6 +23,7 @@ from prime_rl.evolve.evolve import (
     check_proposer,
     evolve,
     format_teacher_options,
+    is_interrupted,
     run_search,
     show_search,
     shows_context,
@@ -111,7 +112,7 @@ def test_interrupted_search_ends_in_the_same_candidates(api: FakeApi, tmp_path: 
     whole = run(build_config(tmp_path / "a", "give_up_on_d", max_proposals=12), api)
     total, config = len(api.requests), build_config(tmp_path / "b", "give_up_on_d", max_proposals=12, max_retries=0)
     api.requests.clear()
-    api.fail = lambda body: 400 if len(api.requests) > stop_after else None
+    api.fail = lambda body: 500 if len(api.requests) > stop_after else None
     with pytest.raises(RuntimeError, match="run the same command"):
         run(config, api)
     api.requests.clear()
@@ -189,6 +190,43 @@ def test_rewards_that_raise_count_as_zero(api: FakeApi, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="2 of 2 rollouts failed") as failure:
         run(build_config(tmp_path / "broken", max_retries=0), api, broken)
     assert "pass --no-resume" in str(failure.value), "what failed for good is not run again"
+
+
+def test_rollouts_that_fail_on_their_own_count_as_zero(api: FakeApi, tmp_path: Path) -> None:
+    def respond(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        int(messages[-1]["content"])  # of "?" it raises
+        return []
+
+    rows = [{"prompt": key, "answer": value} for key, value in ("a3", "b7")]
+    environment = PlainEnvironment(
+        rows,
+        lambda completion, answer: float(completion == answer),
+        respond=lambda messages, row, state: respond(messages),
+    )
+    config = build_config(tmp_path, context="a3", max_retries=0)
+    search = run(config, api, environment)
+    assert (search.candidates[0].mean, search.best.mean) == (0.5, 1.0)
+    api.requests.clear()
+    assert run(config, api, environment).candidates == search.candidates and not api.requests
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("InternalServerError", True),
+        ("RateLimitError", True),
+        ("AuthenticationError", True),
+        ("WorkerDied", True),
+        ("APITimeoutError", False),
+        ("RolloutTimeout", False),
+        ("OverlongPrompt", False),
+        ("RewardError", False),
+        ("KeyError", False),
+    ],
+)
+def test_rollouts_without_a_server_are_repeated(kind: str, expected: bool) -> None:
+    assert is_interrupted(Result(error=f"{kind}: why")) == expected
+    assert not is_interrupted(Result(error=f"{kind}: why", reward=0.0))
 
 
 def test_search_stays_in_its_budget_and_continues(api: FakeApi, tmp_path: Path) -> None:

@@ -21,6 +21,11 @@ from rollouts.training.types import Status
 Row = dict[str, Any]
 # Failures that are not retried: permanent ones and timeouts.
 PERMANENT = ("OverlongPrompt", "APITimeoutError", "RolloutTimeout")
+# Failures of servers, not of a prompt or of what the model wrote. A rollout also times out while it waits for a server
+# that is restarted or has too many requests.
+INFRASTRUCTURE_ERRORS = frozenset(
+    "APIConnectionError APITimeoutError InternalServerError RateLimitError ModelError RolloutTimeout".split()
+)
 OVERLONG_PHRASES = (
     "maximum context length is",
     "longer than the model's context length",
