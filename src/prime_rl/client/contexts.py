@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from rollouts.training.agent_integration import Rollout
 
 Message = dict[str, Any]
 Context = str | list[Message]
@@ -48,6 +53,17 @@ def insert_text(prompt: str, context: Context, position: ContextPosition, separa
             f'a plain-text prompt only supports a text prefix: context_position = "user_prefix", not "{position}"'
         )
     return context + separator + prompt
+
+
+def shows_context(rollout: Rollout, context: Context) -> bool:
+    """Whether a request of the rollout contains the context, from whose ends an environment may strip white space.
+
+    True if the server does not report requests.
+    """
+    texts = [context] if isinstance(context, str) else [message.get("content") for message in context]
+    parts = [msgspec.json.encode(text.strip())[1:-1] for text in texts if isinstance(text, str)]
+    requests = [msgspec.json.encode(turn.chat_request) for turn in rollout.turns if turn.chat_request is not None]
+    return not requests or any(all(part in request for part in parts) for request in requests)
 
 
 def read_context_file(path: Path) -> str:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from prime_rl.generation.resume_log import Result, ResumeLog
     from prime_rl.generation.rollout_jobs import ModelEndpoint
     from prime_rl.generation.session import GenerationRun
-    from rollouts.training.agent_integration import Rollout
     from rollouts.training.environments import Environment
 
 
@@ -178,6 +177,7 @@ class EvolveSession:
         """Mean reward of each example under a context; runs the rollouts that are not recorded."""
         from loguru import logger
 
+        from prime_rl.client.contexts import shows_context
         from prime_rl.generation.resume_log import to_result
         from prime_rl.generation.rollout_jobs import run_rows
         from rollouts.training.row_digests import compute_digest
@@ -273,18 +273,6 @@ def is_interrupted(result: Result) -> bool:
 
     kind = result.error_type
     return result.failed and kind not in PERMANENT and (kind in INFRASTRUCTURE_ERRORS or kind in LOST)
-
-
-def shows_context(rollout: Rollout, context: str) -> bool:
-    """Whether a request of the rollout contains the context, from whose ends an environment may strip white space.
-
-    True if the server does not report requests.
-    """
-    import msgspec
-
-    text = msgspec.json.encode(context.strip())[1:-1]
-    requests = [msgspec.json.encode(turn.chat_request) for turn in rollout.turns if turn.chat_request is not None]
-    return not requests or any(text in request for request in requests)
 
 
 def insert_into_row(row: Mapping[str, Any], context: str, config: EvolveConfig) -> dict[str, Any]:

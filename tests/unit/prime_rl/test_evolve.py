@@ -17,6 +17,7 @@ import pytest
 from fake_api import FakeApi, serve_api
 from loguru import logger
 
+from prime_rl.client.contexts import shows_context
 from prime_rl.config import RLConfig
 from prime_rl.evolve.config import EvolveConfig
 from prime_rl.evolve.evolve import (
@@ -26,7 +27,6 @@ from prime_rl.evolve.evolve import (
     is_interrupted,
     run_search,
     show_search,
-    shows_context,
 )
 from prime_rl.evolve.proposer import build_proposer, describe_proposer, describe_result, extract_context
 from prime_rl.evolve.search import Candidate, Search, find_front, select_parent
@@ -452,12 +452,15 @@ def test_requests_without_the_context_are_noticed() -> None:
     assert shows_context(build_rollout(), "C") and shows_context(build_rollout(None), "C")
     assert shows_context(build_rollout(title), "Name this.\n\n")
     assert not shows_context(build_rollout(title, None), "C")
+    as_messages: list[dict[str, Any]] = [{"role": "user", "content": "Name "}, {"role": "assistant", "content": None}]
+    assert shows_context(build_rollout(title), as_messages)
+    assert not shows_context(build_rollout(title), [*as_messages, {"role": "user", "content": "C"}])
 
 
 def test_an_environment_with_other_prompts_ends_the_search(
     api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prime_rl.evolve.evolve.shows_context", lambda rollout, context: False)
+    monkeypatch.setattr("prime_rl.client.contexts.shows_context", lambda rollout, context: False)
     config = build_config(tmp_path)
     for _ in range(2):  # a resumed search, too
         with pytest.raises(ValueError, match="'facts' does not send the prompts of its rows"):

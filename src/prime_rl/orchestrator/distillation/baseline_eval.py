@@ -14,12 +14,13 @@ import anyio.to_thread
 from loguru import logger
 
 from prime_rl.client.constraints import find_constraint
+from prime_rl.client.contexts import Context, shows_context
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL, SamplingConfig
 from prime_rl.generation.rollout_jobs import ModelEndpoint
 from prime_rl.orchestrator.distillation.answers import write_answers
 from prime_rl.orchestrator.distillation.context import ContextProvider
-from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome, to_outcomes
+from prime_rl.orchestrator.distillation.outcomes import to_outcomes
 from prime_rl.orchestrator.distillation.teacher import Teacher, UnscorableSample
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.agent_integration import Rollout, describe_completion, rollout_to_samples
@@ -52,8 +53,7 @@ class ContextEnvironment:
 
     def rows(self, split: str = "train") -> list[Row]:
         """Rows with the teacher's prompts."""
-        rows = zip(self._environment.rows(split), self._groups, strict=False)
-        return [self._add_context(row, to_outcomes(group)) for row, group in rows]
+        return [self._insert(row, context) for row, context in self._find_contexts(split)]
 
     async def run_group(
         self, row: Row, client: Any, model: str, sampling_args: Sequence[dict[str, Any]], retries: int = 0
@@ -61,12 +61,23 @@ class ContextEnvironment:
         """Delegate to the environment."""
         return await self._environment.run_group(row, client, model, sampling_args, retries)
 
-    def _add_context(self, row: Row, outcomes: Sequence[RolloutOutcome]) -> Row:
-        context, prompt = self._contexts.context_for(self._name, row, group=outcomes), row["prompt"]
+    def are_prompts_sent(self, groups: Groups) -> bool:
+        """Whether rollouts of the rows show their contexts; not of an environment that writes its prompts itself."""
+        return all(
+            not context or not group or any(shows_context(rollout, context) for rollout in group)
+            for (_, context), group in zip(self._find_contexts("eval"), groups, strict=False)
+        )
+
+    def _find_contexts(self, split: str) -> list[tuple[Row, Context | None]]:
+        rows = zip(self._environment.rows(split), self._groups, strict=False)
+        return [(row, self._contexts.context_for(self._name, row, group=to_outcomes(group))) for row, group in rows]
+
+    def _insert(self, row: Row, context: Context | None) -> Row:
         if not context:
             return row
-        key = "prompt" if isinstance(prompt, str) else "messages"
-        return {**row, "prompt": self._contexts.insert(self._name, {key: prompt}, context, self._default_system)[key]}
+        key = "prompt" if isinstance(row["prompt"], str) else "messages"
+        request = {key: row["prompt"]}
+        return {**row, "prompt": self._contexts.insert(self._name, request, context, self._default_system)[key]}
 
 
 class HeldOutEnvironment(ContextEnvironment):
@@ -143,6 +154,8 @@ class BaselineEvaluator:
         self._weights = teacher.contexts.teacher.weights
         self._is_student_model = teacher.scorer.model in (BASE_MODEL, teacher.model)
         self._baselines: dict[str, Baseline] = {}
+        self._without_context: set[str] = set()
+        """Environments that did not send the prompts with the context."""
         self._student = TokenScorer([], teacher.model, teacher.scorer.temperature)
 
     async def measure(
@@ -158,13 +171,20 @@ class BaselineEvaluator:
         """Metrics of one environment; `groups`: the student's rollouts of `rows` at `endpoint` with `sampling`; `run`
         generates more."""
         version, self.clients, self._student.clients = endpoint.version, endpoint.clients, list(endpoint.clients)
-        if self.teacher.contexts.role(name) != "context":
+        if self.teacher.contexts.role(name) != "context" or name in self._without_context:
             return await self._measure_without_context(name, rows, version, groups, sampling)
         default_system = await self.teacher.find_default_system(name, {}, self.clients[0])
         context_environment = ContextEnvironment(environment, self.teacher.contexts, name, groups, default_system)
         scores = {"student": example_scores(groups)}
         student = (self.clients, self.teacher.model)
         context_groups = await run(context_environment, *student)
+        if not context_environment.are_prompts_sent(context_groups):
+            logger.warning(
+                f"{name} does not send the prompts of its rows, so that eval_baseline cannot insert the context: the "
+                "teacher with the context and the gap are not measured"
+            )
+            self._without_context.add(name)
+            return await self._measure_without_context(name, rows, version, groups, sampling)
         warn_of_failures(name, "student", context_groups)
         scores["student_context"] = example_scores(context_groups)
         metrics: dict[str, float] = {}

@@ -438,6 +438,33 @@ def test_contexts_are_built_for_evaluated_rows_only() -> None:
     assert [row["prompt"][0]["content"] for row in rows] == ["1: a"]
 
 
+def test_prompts_of_the_environment_itself_have_no_gap(tmp_path: Path) -> None:
+    """They do not show the context, so that rollouts with it are as those without."""
+    config = OrchestratorConfig.model_validate(
+        {"env": [{"id": "world"}], "eval": {}, "teacher_model": {"context": "C ", "eval_baseline": True}}
+    )
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), RunDir(tmp_path))
+    world = build_environment(["a"], ["b", "c"])
+    turn = Turn([1], [7], [-0.5], chat_request={"messages": [{"role": "user", "content": "mine"}]})
+    groups, num_runs = [[Rollout(prompt="", reward=0.5, turns=[turn])]] * 2, 0
+
+    async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
+        nonlocal num_runs
+        num_runs += 1
+        return groups
+
+    lines = list[str]()
+    sink = logger.add(lines.append, level="WARNING")
+    for version in (0, 4):
+        values = ("world", world, world.rows("eval"), ModelEndpoint(["s"], "m", version), groups)
+        found = anyio.run(evaluator.measure, *values, SamplingConfig(), run)
+        assert found == {"distill/world/student/avg": 0.5, "distill/world/retention": 1.0}
+    logger.remove(sink)
+    assert num_runs == len(lines) == 1 and "world does not send the prompts of its rows" in lines[0]
+
+
 def test_planted_bad_context_triggers_the_alarm() -> None:
     """The teacher is wrong, so the student loses what it could do; forgetting the context is an alarm as well."""
     assert find_collapse(student=0.6, student_context=0.9, before=0.5, teacher=0.9) is None
