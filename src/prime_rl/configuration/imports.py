@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -28,16 +28,20 @@ def import_function(path: str, key: str) -> Callable[..., Any]:
 
 
 def check_arguments(
-    function: Callable[..., Any], path: str, key: str, arguments: Mapping[str, Any], positional: str = "inputs"
+    function: Callable[..., Any],
+    path: str,
+    key: str,
+    arguments: Mapping[str, Any],
+    positional: Sequence[str] = ("inputs",),
 ) -> None:
-    """Raise `ValueError` unless the function takes one positional argument and the keyword `arguments`.
+    """Raise `ValueError` unless the function takes the `positional` and the keyword `arguments`.
 
     It is called without await, so a coroutine function raises, too.
     """
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"{key} = {path!r} is async: write it with def, not async def")
     try:
-        inspect.signature(function).bind(None, **arguments)
+        inspect.signature(function).bind(*positional, **arguments)
     except TypeError as error:
-        names = ", ".join([positional, *arguments])
+        names = ", ".join([*positional, *arguments])
         raise ValueError(f"{key} = {path!r} does not take the arguments ({names}): {error}") from error

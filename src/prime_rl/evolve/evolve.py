@@ -67,15 +67,17 @@ def read_context(config: EvolveConfig) -> str:
 
 
 def check_proposer(config: EvolveConfig) -> None:
-    """`ValueError` for a function that cannot be imported or a server that does not respond."""
+    """`ValueError` for a function that cannot be imported or called, or a server that does not respond."""
     import anyio
 
-    from prime_rl.configuration.imports import import_function
+    from prime_rl.configuration.imports import check_arguments, import_function
     from prime_rl.generation.model_server import check_servers
 
     proposer = config.proposer
     if proposer.function is not None:
-        import_function(proposer.function, "proposer.function")
+        key = "proposer.function"
+        function = import_function(proposer.function, key)
+        check_arguments(function, proposer.function, key, {}, ["context", "examples", "rng"])
     elif proposer.client.base_url:
         try:
             anyio.run(check_servers, proposer.client, proposer.client.base_url)

@@ -293,5 +293,5 @@ def load_curriculum(path: str | None) -> Curriculum | None:
     if path is None:
         return None
     function = import_function(path, "buffer.curriculum")
-    check_arguments(function, path, "buffer.curriculum", dict.fromkeys(("env", "version", "reward")), "row")
+    check_arguments(function, path, "buffer.curriculum", dict.fromkeys(("env", "version", "reward")), ["row"])
     return function

@@ -146,7 +146,7 @@ class AdvantageConfig(BaseConfig):
         if self.import_path is None:
             return None
         function = import_function(self.import_path, "advantage.import_path")
-        check_arguments(function, self.import_path, "advantage.import_path", self.kwargs, "group")
+        check_arguments(function, self.import_path, "advantage.import_path", self.kwargs, ["group"])
         return partial(function, **self.kwargs)
 
     @model_validator(mode="after")

@@ -430,6 +430,26 @@ def test_unreachable_proposer_is_found_first(tmp_path: Path) -> None:
         check_proposer(build_config(tmp_path, proposer={"function": "nowhere:f"}))
 
 
+async def wait(context: str, examples: Sequence[Mapping[str, Any]], rng: random.Random) -> str:
+    return context
+
+
+def forget_rng(context: str, examples: Sequence[Mapping[str, Any]]) -> str:
+    return context
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("wait", "is async: write it with def"),
+        ("forget_rng", r"does not take the arguments \(context, examples, rng\)"),
+    ],
+)
+def test_functions_that_cannot_propose_are_found_first(function: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"proposer.function = '{__name__}:{function}' {words}"):
+        check_proposer(build_config(tmp_path, function))
+
+
 def test_context_beyond_the_window_is_found_first(tmp_path: Path) -> None:
     config = build_config(tmp_path, model={"name": "tiny-qwen3", "max_model_len": 16}, context="a3 b7 " * 20)
     with pytest.raises(ValueError, match=r"the initial context has .* the model's window is 16: shorten the context"):
