@@ -161,6 +161,7 @@ async def evaluate_environment(
     if not resume_log.reported:
         run.monitor.log({f"eval/{name}/{key}": value for key, value in summary.items()}, version)
         resume_log.mark_reported()
+    resume_log.release()
     run.report_failures(name, groups)
     warn_unscored(name, groups)
     return summary

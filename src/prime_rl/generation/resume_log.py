@@ -192,9 +192,15 @@ class ResumeLog:
         results = self._results.get(index, {})
         return [results[number] for number in range(num_rollouts) if number in results]
 
+    def release(self) -> None:
+        """Release the lock and the results, which were reported; the files stay until `close`."""
+        self._rows.clear()
+        self._results.clear()
+        self._lock.close()
+
     def close(self, *, remove: bool = False) -> None:
         """Release the lock; `remove`: delete the files because the command is complete."""
-        if remove or not self._results:
+        if remove or not (self._results or self.reported):
             self.path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
         self._lock.close()

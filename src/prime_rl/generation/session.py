@@ -32,7 +32,7 @@ class AllRolloutsFailed(RuntimeError):
 
 @dataclass
 class GenerationRun:
-    """One run of a command: its configuration, environments and open resume logs."""
+    """One run of a command: its configuration, environments and resume logs."""
 
     config: GenerationConfig
     environments: Mapping[str, Environment]

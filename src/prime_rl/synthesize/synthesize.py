@@ -79,6 +79,7 @@ async def synthesize_environment(
     if not resume_log.reported:
         run.monitor.log({f"synthesize/{name}/{key}": value for key, value in summary.items()}, 0)
         resume_log.mark_reported()
+    resume_log.release()
     run.report_failures(name, groups)
     return summary
 

@@ -26,6 +26,7 @@ from prime_rl.generation.model_server import build_server_argv, start_server
 from prime_rl.generation.resume_log import Result, to_result
 from prime_rl.generation.session import GenerationRun
 from prime_rl.runtime.machine import find_free_port
+from prime_rl.runtime.run_dir import lock_file
 from prime_rl.runtime.run_state import read_run_state
 from prime_rl.utils.monitor import build_monitor
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
@@ -403,6 +404,26 @@ def test_resume_log_is_exclusive(tmp_path: Path) -> None:
     resume_log.close()
     ResumeLog(tmp_path, {"seed": 0}).close()
     assert list(tmp_path.iterdir()) == []  # nothing was in them
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_a_series_holds_no_locks_of_reported_steps(tmp_path: Path, remove: bool) -> None:
+    """A long one would exceed the limit of open files."""
+    config = parse("--output_dir", str(tmp_path))
+    environment = Counting()
+    run = GenerationRun(config, {"reverse-text": environment}, build_monitor(tmp_path, "eval"))
+    for version in (0, 1):
+        target = rollout_jobs.ModelEndpoint([Client()], "m", version=version)
+        anyio.run(evaluate_environment, run, config, config.env[0], environment, target)
+    for resume_log in run.resume_logs:
+        assert resume_log.results(0, 1) == []
+        with lock_file(resume_log._lock_path, "is locked"):
+            pass
+    run.close_resume_logs(remove=remove)
+    assert len([*tmp_path.rglob(".unfinished-*")]) == len([*tmp_path.rglob(".lock-*")]) == (0 if remove else 2)
+    again = Counting()
+    run_echo(config, again, version=1)
+    assert len(again.requested) == (6 if remove else 0)
 
 
 def test_results_belong_to_a_row_with_the_same_data(tmp_path: Path) -> None:
