@@ -68,7 +68,8 @@ def _build_model_proposer(config: ProposerConfig, model: str, client: Any, seed:
         request_seed = sample_seed(
             seed if config.sampling.seed is None else config.sampling.seed, number, PROPOSAL_STREAM
         )
-        args = build_chat_request(build_request(config.sampling, request_seed, client.base_url, model))
+        sampling_args = build_request(config.sampling, request_seed, client.base_url, model, with_tokens=False)
+        args = build_chat_request(sampling_args)
         while True:
             text = config.template.format(context=context, examples=format_examples(examples))
             messages = [{"role": "user", "content": text}]

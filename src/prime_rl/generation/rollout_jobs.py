@@ -86,24 +86,28 @@ async def run_environment(
     return await run_rows(environment, rows, [range(config.num_rollouts(env))] * len(rows), config, endpoint)
 
 
-def build_request(sampling: SamplingConfig, seed: int, base_url: str, model: str) -> dict[str, Any]:
+def build_request(
+    sampling: SamplingConfig, seed: int, base_url: str, model: str, *, with_tokens: bool = True
+) -> dict[str, Any]:
     """Arguments of one request; only OpenAI API fields for a server that rejects unknown ones.
 
-    Reasoning models there reject a temperature and `top_p` even at their defaults.
+    Reasoning models there reject a temperature and `top_p` even at their defaults. Without `with_tokens` no token ids
+    are requested, and other fields than those of the OpenAI API only if they are set.
     """
     args = build_sampling_args(sampling, seed)
-    if is_strict(base_url, model):
+    strict = is_strict(base_url, model)
+    if strict or not with_tokens:
         del args["logprobs"]
+        args["extra_body"] = {**({} if strict else find_extensions(sampling)), **sampling.extra_body}
+    if strict:
         args = {name: value for name, value in args.items() if name not in ("temperature", "top_p") or value != 1}
-        args["extra_body"] = dict(sampling.extra_body)
         args["seed"] = seed % 2**31
     return args
 
 
-def find_dropped_keys(sampling: SamplingConfig) -> list[str]:
-    """Keys that are not at their defaults and that requests to the OpenAI API cannot have."""
-    changed = sampling.model_dump(exclude_defaults=True)
-    return [f"sampling.{key}" for key in ("min_tokens", "top_k", "min_p", "repetition_penalty") if key in changed]
+def find_extensions(sampling: SamplingConfig) -> dict[str, Any]:
+    """Parameters that the OpenAI API does not have and that are not at their defaults."""
+    return sampling.model_dump(exclude_defaults=True, include={"min_tokens", "top_k", "min_p", "repetition_penalty"})
 
 
 def openai_url() -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.generation.resume_log import Result, ResumeLog, to_result
-from prime_rl.generation.rollout_jobs import ModelEndpoint, find_dropped_keys, is_strict, run_rows
+from prime_rl.generation.rollout_jobs import ModelEndpoint, find_extensions, is_strict, run_rows
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.row_digests import compute_digest
 
@@ -145,8 +145,8 @@ def run_generation(
         for key in find_server_options(config):
             logger.warning(f"{key} has no effect: it is for a model served by this command, not by {base_urls[0]}")
         if is_strict(base_urls[0], config.model.name):
-            for key in find_dropped_keys(config.sampling):
-                logger.warning(f"{key} has no effect: the OpenAI API has no such parameter; remove it")
+            for key in find_extensions(config.sampling):
+                logger.warning(f"sampling.{key} has no effect: the OpenAI API has no such parameter; remove it")
         anyio.run(check_servers, config.client, base_urls)
     if advice := ensure_open_files(config.max_concurrent):
         logger.warning(advice)

@@ -516,6 +516,18 @@ def test_reasoning_models_get_no_default_temperature() -> None:
     assert [ours[name] for name in names] == [1, 1], "other servers may have defaults of their own"
 
 
+def test_requests_without_tokens_have_the_set_fields_only() -> None:
+    """Servers of other providers reject fields that they do not know."""
+
+    def build(**keys: Any) -> dict[str, Any]:
+        sampling = SamplingConfig(max_tokens=9, **keys)
+        return rollout_jobs.build_request(sampling, 2**40, "http://far/v1", "m", with_tokens=False)
+
+    neutral = {"temperature": 1, "top_p": 1, "max_tokens": 9, "seed": 2**40, "extra_body": {}}
+    assert build() == neutral
+    assert build(top_k=5, extra_body={"user": "me"}) == neutral | {"extra_body": {"top_k": 5, "user": "me"}}
+
+
 def test_openai_base_url_keeps_fields_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
     url, sampling = "http://localhost:8000/v1", SamplingConfig(top_k=5, min_p=0.1)
     monkeypatch.setenv("OPENAI_BASE_URL", url)
