@@ -103,7 +103,7 @@ def check_datum(datum: Datum, loss_fn: str, where: str, vocab: int, max_len: int
     if unknown := sorted(given.keys() - {"target_tokens", *INPUTS[loss_fn]}):
         raise ValueError(f"{where}: loss_fn_inputs.{unknown[0]} is not an input of {loss_fn}")
     if loss_fn == "cross_entropy":
-        given.setdefault("weights", torch.ones(targets.shape))
+        given.setdefault("weights", torch.ones(targets.shape) if datum.listed is None else torch.tensor(datum.listed))
     for name in INPUTS[loss_fn]:
         if name not in given:
             raise ValueError(f"{where}: {loss_fn} needs loss_fn_inputs.{name}")

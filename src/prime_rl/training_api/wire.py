@@ -91,6 +91,8 @@ class Datum:
 
     tokens: list[int]
     inputs: dict[str, np.ndarray]
+    listed: np.ndarray | None = None
+    """Of sparse `target_tokens`: 1 in the cells that the client has listed, 0 in others. None for dense ones."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +153,20 @@ def _decode_datum(message: Any, where: str, room: int) -> Datum:
             raise ValueError(f"{where}: this server has no {kind or 'empty'} chunks, only text (encoded_text)")
         tokens += _array(chunk.encoded_text.tokens, np.dtype(np.int32), f"{where}.model_input").tolist()
     inputs: dict[str, np.ndarray] = {}
+    listed = None
     for name, value in message.loss_fn_inputs.items():
         inputs[name] = decode_tensor(value, f"{where}.{name}", room)
         room -= inputs[name].size
-    return Datum(tokens, inputs)
+        if name == "target_tokens" and value.HasField("sparse_csr"):
+            listed = _find_listed(value)
+    return Datum(tokens, inputs, listed)
+
+
+def _find_listed(message: Any) -> np.ndarray:
+    """1 in the cells that a decoded sparse tensor lists, 0 in the others."""
+    csr = message.sparse_csr
+    rows, columns = (np.frombuffer(data, np.int64) for data in (csr.crow_indices, csr.col_indices))
+    return densify(tuple(message.shape), np.ones(len(columns), np.float32), rows, columns, "")
 
 
 def _array(data: bytes, dtype: Any, where: str) -> np.ndarray:
@@ -164,9 +176,7 @@ def _array(data: bytes, dtype: Any, where: str) -> np.ndarray:
 
 
 def decode_tensor(message: Any, where: str, room: int = MAX_ELEMENTS) -> np.ndarray:
-    """A dense array of at most `room` elements; unlisted cells of a sparse tensor are 0, or -1 in integer tensors (no
-    token). `ValueError` for anything else.
-    """
+    """A dense array of at most `room` elements; `ValueError` for anything else."""
     dtype = NUMPY.get(message.dtype)
     if dtype is None:
         raise ValueError(f"{where}: data type {message.dtype} is not float32 or int64")
@@ -189,12 +199,15 @@ def decode_tensor(message: Any, where: str, room: int = MAX_ELEMENTS) -> np.ndar
 
 
 def densify(shape: tuple[int, ...], values: Any, rows: Any, columns: Any, where: str) -> np.ndarray:
-    """A dense array from CSR; `ValueError` for indices outside of the shape."""
+    """A dense array from CSR; `ValueError` for indices outside of the shape.
+
+    Cells that are not listed are 0: the client leaves out every 0, also token 0.
+    """
     valid = len(shape) == 2 and len(rows) == shape[0] + 1 and len(values) == len(columns)
     valid = valid and rows[0] == 0 and rows[-1] == len(values) and bool(np.all(np.diff(rows) >= 0))
     if not valid or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
         raise ValueError(f"{where}: the sparse indices do not fit the shape {list(shape)}")
-    dense = np.full(shape, -1 if values.dtype.kind == "i" else 0, dtype=values.dtype)
+    dense = np.zeros(shape, dtype=values.dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense
 

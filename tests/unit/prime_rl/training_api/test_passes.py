@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from training_requests import build_pass
 
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.registry import load_causal_lm
 from prime_rl.training_api.adapters import AdapterConfig, AdapterTrainer
 from prime_rl.training_api.passes import RunningPass
-from prime_rl.training_api.wire import Datum, PassRequest
+from prime_rl.training_api.wire import CLASSES, INT64, Datum, PassRequest, decode_pass
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOSSES = ("importance_sampling", "cross_entropy", "ppo", "gspo")
@@ -180,6 +181,28 @@ def test_a_transformers_model_runs_two_packs_at_once(tmp_path: Path) -> None:
     for name in lengths:
         assert len(actual[name]) == len(expected[name]) > 3
         assert all(torch.equal(x, y) for x, y in zip(actual[name], expected[name], strict=True)), name
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_sparse_targets_are_those_of_dense_ones(trainer: AdapterTrainer, has_weights: bool) -> None:
+    """The client lists no 0, which is a token; without weights, only listed cells count."""
+    weights = np.array([[0.5, 0.5], [0, 0], [1, 0]], np.float32)
+    inputs = {"target_tokens": np.array([[0, 7], [0, 0], [5, 0]]), "weights": weights}
+    message = CLASSES["ForwardBackwardRequest"].FromString(build_pass("m", 1, [([1, 2, 3], inputs)]))
+    found, listed = message.data[0].loss_fn_inputs, np.array([[0, 1], [0, 0], [1, 0]], np.float32)
+    for name, array in ("crow_indices", [0, 1, 1, 2]), ("col_indices", [1, 0]), ("values", [7, 5]):
+        setattr(found["target_tokens"].sparse_csr, name, np.array(array, np.int64).tobytes())
+    assert (found["target_tokens"].dtype, found["target_tokens"].shape) == (INT64, [3, 2])
+    if not has_weights:
+        del found["weights"]
+        inputs["weights"] = listed
+    dense = PassRequest([Datum([1, 2, 3], inputs)], "cross_entropy", {}, False)
+    [name, *_] = create(trainer)
+    results = []
+    for request in (dense, decode_pass(message.SerializeToString())):
+        trainer.advance([running := trainer.start_pass(name, request)])
+        results.append(running.result)
+    assert torch.equal(*(result.logprobs[0] for result in results)) and results[0].loss == results[1].loss != 0
 
 
 def test_one_and_several_targets_have_the_same_logit_cap(trainer: AdapterTrainer) -> None:

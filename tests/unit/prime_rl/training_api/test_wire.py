@@ -40,7 +40,7 @@ def test_pass_result_round_trip() -> None:
 def test_sparse_tensors_are_filled() -> None:
     values, rows, columns = np.array([2.0, 1.0, 3.0]), np.array([0, 1, 1, 3]), np.array([1, 0, 2])
     assert densify((3, 3), values, rows, columns, "x").tolist() == [[0, 2, 0], [0, 0, 0], [1, 0, 3]]
-    assert densify((1, 2), np.array([7]), np.array([0, 1]), np.array([1]), "x").tolist() == [[-1, 7]]
+    assert densify((1, 2), np.array([7]), np.array([0, 1]), np.array([1]), "x").tolist() == [[0, 7]]
 
 
 @pytest.mark.parametrize(
