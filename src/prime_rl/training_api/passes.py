@@ -197,5 +197,6 @@ def _compute_many(
 ) -> Float[Tensor, "tokens targets"]:
     """Log-probs of several targets per row; 0 for the target -1."""
     temperature = torch.ones(len(hidden), dtype=hidden.dtype)
-    table = compute_head_table(hidden, model.lm_head.weight, temperature, cap=model.config.logit_cap)
-    return table.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
+    weight, cap = model.lm_head.weight, model.config.logit_cap
+    logprobs = compute_head_table(hidden, weight, temperature, targets.clamp(min=0), cap=cap, has_rest=False)
+    return logprobs.masked_fill(targets < 0, 0.0)

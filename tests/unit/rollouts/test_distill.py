@@ -219,6 +219,18 @@ def test_head_tables_do_not_depend_on_chunks() -> None:
         compute_head_table(hidden, weight, temperature, torch.arange(11).expand(24, 11))
 
 
+def test_chosen_columns_of_head_tables_keep_no_whole_table() -> None:
+    hidden, weight = drawn(24, 8).requires_grad_(), drawn(11, 8, seed=1).requires_grad_()
+    ones, ids = torch.ones(24, dtype=torch.float64), torch.randint(0, 11, (24, 3))  # ids may repeat
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        chosen = compute_head_table(hidden, weight, ones, ids, 50, has_rest=False)
+    table = compute_head_table(hidden, weight, ones, None, 50).gather(1, ids)
+    assert torch.equal(chosen, table) and max(kept, default=0) < 24 * 11
+    gradients = (torch.autograd.grad((x.exp() * x).sum(), (hidden, weight)) for x in (chosen, table))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
 def test_head_tables_have_the_logit_cap_of_logprobs() -> None:
     hidden, weight, labels = drawn(6, 8, scale=9.0), drawn(11, 8, seed=1), torch.arange(6)
     temperature = torch.linspace(0.5, 2.0, 6, dtype=torch.float64)

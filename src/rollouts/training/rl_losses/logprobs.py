@@ -120,32 +120,42 @@ def compute_head_table(
     cap: float | None = None,
     *,
     rounded: bool = False,
+    has_rest: bool = True,
 ) -> Float[Tensor, "tokens outcomes"]:
     """Log-probs of `hidden @ weight.T` over the vocabulary, with a gradient; in chunks, recomputed for the backward.
 
     With `ids`, over k + 1 outcomes: these tokens, then the sum of all others. The ids of a token must be distinct and
-    fewer than the vocabulary. `cap` and `rounded` as for `compute_head_logprobs`.
+    fewer than the vocabulary, unless `has_rest` is false, which leaves out the sum. `cap` and `rounded` as for
+    `compute_head_logprobs`.
     """
-    if ids is not None and ids.shape[-1] >= weight.shape[0]:
+    if ids is not None and has_rest and ids.shape[-1] >= weight.shape[0]:
         raise ValueError(f"{ids.shape[-1]} outcomes of {weight.shape[0]} tokens leave no others: omit ids")
     num = count_chunks(len(hidden), weight.shape[0], logits_per_chunk or _default_chunk(hidden))
     rows = zip(*(x.tensor_split(num) for x in (hidden, temperature)), strict=True)
     chosen = [None] * num if ids is None else ids.tensor_split(num)
     parts = [
-        _table(h, weight, t, i, cap, rounded)
+        _table(h, weight, t, i, cap, rounded, has_rest)
         if num == 1
-        else checkpoint(_table, h, weight, t, i, cap, rounded, use_reentrant=False, preserve_rng_state=False)
+        else checkpoint(_table, h, weight, t, i, cap, rounded, has_rest, use_reentrant=False, preserve_rng_state=False)
         for (h, t), i in zip(rows, chosen, strict=True)
     ]
     return torch.cat(parts)
 
 
 def _table(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, ids: Tensor | None, cap: float | None, rounded: bool
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: Tensor,
+    ids: Tensor | None,
+    cap: float | None,
+    rounded: bool,
+    has_rest: bool,
 ) -> Tensor:
     table = _log_softmax(linear(hidden, weight, rounded=rounded), temperature, cap)
     if ids is None:
         return table
+    if not has_rest:
+        return table.gather(-1, ids)
     # log(1 - sum) would lose all precision where the others have little mass.
     others = table.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat((table.gather(-1, ids), others), -1)
