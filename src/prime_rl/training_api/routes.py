@@ -30,7 +30,10 @@ POLL_S = 25.0
 MAX_COMPLETIONS = 1000
 """Finished samples that one poll reports."""
 
-MAX_NUMBER, MAX_LABEL_BYTES = 2**53, 2**16
+MAX_NUMBER = 2**63
+"""SQLite stores numbers below it; the `seq_id` of a sample reaches 10**18."""
+
+MAX_LABEL_BYTES = 2**16
 PROTOBUF = "application/x-protobuf"
 UNEMBED_WARNING = "train_unembed has no effect: this server adapts attention and MLP matrices, not the output head"
 

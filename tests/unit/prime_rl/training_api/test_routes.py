@@ -185,6 +185,18 @@ def test_polls_report_finished_samples_once(server: Server) -> None:
     assert server.call("POST", "retrieve_future", json={"request_id": seen[0]}).status_code == 410
 
 
+def test_samples_have_numbers_up_to_those_of_any_client(server: Server) -> None:
+    """A client numbers its requests from a random one, unless it joins the session."""
+    sampler, clone = server.open_sampler(base_model="tiny-qwen3"), 10**9
+    promise = server.sample(sampler, clone * 10**9 + 1, {"max_tokens": 2})
+    assert isinstance(server.result(promise), bytes)
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
+    [completion] = server.post("retrieve_futures", {"target": target, "prev_cursor": 0})["completions"]
+    assert completion == {"state": "finished", "request_id": promise["request_id"]}
+    body = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": TOKENS}]}, "sampling_params": {}}
+    assert server.call("POST", "asample", json={**body, "seq_id": 2**63}).status_code == 422
+
+
 def test_canceled_samples_end(server: Server) -> None:
     sampler = server.open_sampler(base_model="tiny-qwen3")
     promise = server.sample(sampler, 0, {"max_tokens": 200, "stop": []}, num_samples=50)
@@ -375,7 +387,7 @@ def test_hostile_requests_get_clear_errors(server: Server) -> None:
     assert status("POST", "asample", content=b"[" * 100000)[0] == 422
     assert "not supported by this server" in status("POST", "copy_weights", json={})[1]
     assert "at most 65536 bytes" in status("POST", "create_session", json={"user_metadata": {"a": "x" * 2**17}})[1]
-    huge = {"target": {"sampling_session_id": server.open_sampler(base_model="tiny-qwen3")}, "prev_cursor": 2**62}
+    huge = {"target": {"sampling_session_id": server.open_sampler(base_model="tiny-qwen3")}, "prev_cursor": 2**63}
     assert "prev_cursor" in status("POST", "retrieve_futures", json=huge)[1]
     assert status("POST", "retrieve_future", json={"request_id": ["x"]})[0] == 422
     origin = {"origin": "http://evil.example"}
