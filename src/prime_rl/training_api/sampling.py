@@ -105,6 +105,7 @@ def parse_sample(body: Mapping[str, Any], max_len: int, vocab: int, seed: int) -
         seed=int(_number(given, "seed", seed, -(2**63), 2**64)),
         stop=stop,
         include_stop=True,
+        skip_special_tokens=False,  # a stop string may be one
         stop_token_ids=stop_tokens,
         ignore_eos=ignore_eos,
         top_logprobs=topk_sample,

@@ -87,6 +87,7 @@ def build_body(request: GenerationRequest) -> dict[str, Any]:
         "seed": (params.seed + 2**63) % 2**64 - 2**63,  # vLLM's are signed
         "stop": list(params.stop),
         "include_stop_str_in_output": params.include_stop,
+        "skip_special_tokens": params.skip_special_tokens,
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
         "logprobs": params.top_logprobs,

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from running_server import RunningServer
 from training_requests import TOKENS, Server, open_server
 
+from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.training_api.sampling import Sampler
 from prime_rl.training_api.wire import LENGTH
 
@@ -49,6 +51,23 @@ def test_samples_of_an_exact_server_have_the_same_bits(servers: Servers) -> None
                 for server, sampler in zip((own, remote), samplers, strict=True)
             )
             assert mine.sequences and mine == theirs, (is_base, params, fields)
+
+
+def test_special_tokens_are_stop_strings(servers: Servers) -> None:
+    tokenizer = load_tokenizer("tiny-qwen3")
+    for server in servers[:2]:
+        sampler = server.open_sampler(base_model="tiny-qwen3")
+        params = {"max_tokens": 200, "seed": 3, "stop": []}
+        tokens = read_tokens(server.read_samples(sampler, 0, params))
+        first = next(i for i, token in enumerate(tokens) if token in tokenizer.all_special_ids)
+        stop = tokenizer.decode([tokens[first]])
+        assert read_tokens(server.read_samples(sampler, 1, {**params, "stop": [stop]})) == tokens[: first + 1]
+
+
+def read_tokens(message: Any) -> list[int]:
+    [sequence] = message.sequences
+    tokens: list[int] = np.frombuffer(sequence.tokens, dtype=np.int32).tolist()
+    return tokens
 
 
 def test_adapters_that_a_restarted_server_lost_are_loaded(servers: Servers) -> None:
