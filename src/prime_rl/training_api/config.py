@@ -71,6 +71,9 @@ class SamplingServerConfig(BaseConfig):
     timeout: float = Field(default=1200.0, gt=0)
     """Timeout in seconds of a sample."""
 
+    reconnect_timeout: float = Field(default=300.0, ge=0)
+    """Seconds to repeat a sample while the server is unreachable, full or not ready (it may be restarting)."""
+
 
 class ServeConfig(BaseConfig):
     """A server that trains and samples, for the `tinker` client."""

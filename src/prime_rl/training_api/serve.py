@@ -186,7 +186,7 @@ def build_sampling(config: SamplingServerConfig, store: AdapterStore) -> ServerS
     key = os.environ.get(config.api_key_var) if config.api_key_var else None
     if config.api_key_var and not key:
         raise ValueError(f"sampling.api_key_var: the environment has no {config.api_key_var}")
-    return ServerSampling(config.url, store.locate, key, config.timeout)
+    return ServerSampling(config.url, store.locate, key, config.timeout, config.reconnect_timeout)
 
 
 def serve(config: ServeConfig) -> int:

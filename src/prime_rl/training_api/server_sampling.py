@@ -9,71 +9,117 @@ The server needs the same base model, LoRA, read access to the checkpoints below
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
+from loguru import logger
 
 from prime_rl.client.http import HttpPool, Reply
 from prime_rl.inference.engine import GenerationRequest, Output, PromptLogprobs, SamplingParams, TopLogprobs
 from prime_rl.training_api.checkpoints import AdapterCheckpoint
+from prime_rl.utils.client import RETRIED_STATUS
 
 MAX_CONNECTIONS = 256
 BAD_REQUEST, NOT_FOUND = 400, 404
+RETRY_S = 1.0
+"""Pause before a sample is repeated."""
 
 
 class SamplingServerError(RuntimeError):
-    """The inference server cannot be reached, or rejects a request."""
+    """The inference server does not answer in time, or rejects a request."""
+
+
+class Unavailable(SamplingServerError):
+    """The inference server is unreachable or full, or has aborted a sample: it may be restarting."""
 
 
 class ServerSampling:
-    """Samples over HTTP; `find_directory` gives the PEFT directory of a checkpoint as the server sees it."""
+    """Samples over HTTP; `find_directory` gives the PEFT directory of a checkpoint as the server sees it.
+
+    A sample is repeated with its seed for `reconnect_s` seconds while the server is `Unavailable`.
+    """
 
     def __init__(
-        self, url: str, find_directory: Callable[[AdapterCheckpoint], Path], api_key: str | None, timeout_s: float
+        self,
+        url: str,
+        find_directory: Callable[[AdapterCheckpoint], Path],
+        api_key: str | None,
+        timeout_s: float,
+        reconnect_s: float,
     ) -> None:
-        self.url, self._find_directory = url, find_directory
+        self.url, self._find_directory, self._reconnect_s = url, find_directory, reconnect_s
         self._pool = HttpPool(url, max_connections=MAX_CONNECTIONS, timeout_s=timeout_s)
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._loaded: dict[str, AdapterCheckpoint] = {}
+        self._is_available = True
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """See `SamplingBackend`; adapters that a restarted server has lost are loaded again."""
         return list(await asyncio.gather(*map(self._generate, requests)))
 
     async def _generate(self, request: GenerationRequest) -> Output:
+        end: float | None = None
+        while True:
+            try:
+                output = await self._try(request)
+                self._is_available = True
+                return output
+            except Unavailable as error:
+                end = end or time.monotonic() + self._reconnect_s
+                if time.monotonic() >= end:
+                    raise
+                if self._is_available:
+                    logger.warning(f"{error}; samples wait for {self._reconnect_s:g} s (sampling.reconnect_timeout)")
+                self._is_available = False
+            await asyncio.sleep(RETRY_S)
+
+    async def _try(self, request: GenerationRequest) -> Output:
         body = build_body(request)
         reply = await self._post("/inference/v1/generate", body)
         if reply.status == NOT_FOUND and request.adapter in self._loaded:
-            await self.load_adapter(self._loaded[request.adapter])
+            await self._load(self._loaded[request.adapter])
             reply = await self._post("/inference/v1/generate", body)
-        return parse_output(request, orjson.loads(self._check(reply, "sample").body))
+        output = parse_output(request, orjson.loads(self._check(reply, "sample").body))
+        if output.finish_reason == "abort":
+            raise Unavailable(f"{self.url} aborted a sample")
+        return output
 
     async def load_adapter(self, checkpoint: AdapterCheckpoint) -> None:
-        """See `SamplingBackend`."""
+        """See `SamplingBackend`; a server that is unavailable gets it with the next sample."""
+        with suppress(Unavailable):
+            await self._load(checkpoint)
+        self._loaded[checkpoint.path] = checkpoint
+
+    async def _load(self, checkpoint: AdapterCheckpoint) -> None:
         body = {"lora_name": checkpoint.path, "lora_path": str(self._find_directory(checkpoint).resolve())}
         self._check(await self._post("/v1/load_lora_adapter", body), "load an adapter")
-        self._loaded[checkpoint.path] = checkpoint
 
     async def remove_adapter(self, path: str) -> None:
         """See `SamplingBackend`; a server that was restarted no longer has it."""
         self._loaded.pop(path, None)
-        await self._post("/v1/unload_lora_adapter", {"lora_name": path})
+        with suppress(Unavailable):
+            await self._post("/v1/unload_lora_adapter", {"lora_name": path})
 
     async def _post(self, path: str, body: dict[str, Any]) -> Reply:
         try:
             return await self._pool.request("POST", path, orjson.dumps(body), self._headers)
         except (ConnectionError, TimeoutError) as error:
-            raise SamplingServerError(f"no answer from sampling.url {self.url}: {error}") from error
+            kind = Unavailable if isinstance(error, ConnectionError) else SamplingServerError
+            raise kind(f"no answer from sampling.url {self.url}: {error}") from error
 
     def _check(self, reply: Reply, purpose: str) -> Reply:
         if reply.status == 200:
             return reply
         text = f"{self.url} did not {purpose}: HTTP {reply.status} {reply.body.decode(errors='replace')[:500]}"
-        raise ValueError(text) if reply.status == BAD_REQUEST else SamplingServerError(text)
+        if reply.status == BAD_REQUEST:
+            raise ValueError(text)
+        raise Unavailable(text) if reply.status in RETRIED_STATUS else SamplingServerError(text)
 
 
 def build_body(request: GenerationRequest) -> dict[str, Any]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import orjson
 import pytest
 from running_server import RunningServer
 from training_requests import TOKENS, Server, open_server
 
+from prime_rl.client.http import Reply
+from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.training_api.sampling import Sampler
+from prime_rl.training_api.server_sampling import SamplingServerError, ServerSampling
 from prime_rl.training_api.wire import LENGTH
 
 Servers = tuple[Server, Server, RunningServer]
@@ -96,9 +100,57 @@ def test_errors_of_the_inference_server_are_reported(servers: Servers, tmp_path:
     with open_server(tmp_path / "outside", sampling={"url": servers[2].root}) as outside:
         found = outside.result(outside.sample(outside.train_sampler(), 0, {"max_tokens": 1}))
         assert "add its parent to weight_dirs" in found["error"] and found["category"] == "server"
-    with open_server(tmp_path / "gone", sampling={"url": "http://127.0.0.1:9"}) as gone:
+    with open_server(tmp_path / "gone", sampling={"url": "http://127.0.0.1:9", "reconnect_timeout": 0}) as gone:
         found = gone.result(gone.sample(gone.open_sampler(base_model="tiny-qwen3"), 0, {"max_tokens": 1}))
         assert "no answer from sampling.url http://127.0.0.1:9" in found["error"]
+
+
+class ScriptedPool:
+    """Gives one answer after the other: an exception, or the status and body of a response."""
+
+    def __init__(self, answers: Sequence[Any]) -> None:
+        self.answers, self.paths = list(answers), list[str]()
+
+    async def request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Reply:
+        self.paths.append(path)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return Reply(answer[0], orjson.dumps(answer[1]))
+
+
+def build_sampling(monkeypatch: pytest.MonkeyPatch, answers: Sequence[Any], reconnect_s: float = 60) -> Any:
+    monkeypatch.setattr("prime_rl.training_api.server_sampling.RETRY_S", 0.0)
+    sampling = ServerSampling("http://engine:8000", lambda checkpoint: Path("/adapter"), None, 9, reconnect_s)
+    monkeypatch.setattr(sampling, "_pool", ScriptedPool(answers))
+    return sampling
+
+
+def build_answer(finish_reason: str) -> tuple[int, Any]:
+    return 200, {"choices": [{"token_ids": [], "logprobs": None, "finish_reason": finish_reason}]}
+
+
+def test_samples_wait_for_a_server_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, adapter = ConnectionError("refused"), cast(Any, SimpleNamespace(path="a"))
+    answers = [gone, (503, {}), gone, build_answer("abort"), (429, {}), (404, {}), (200, {}), build_answer("stop")]
+    sampling = build_sampling(monkeypatch, answers)
+
+    async def sample() -> list[Output]:
+        await sampling.load_adapter(adapter)
+        return list(await sampling.generate([GenerationRequest([1], SamplingParams(1), adapter="a")]))
+
+    [output] = asyncio.run(sample())
+    assert output.finish_reason == "stop"
+    generate, load = "/inference/v1/generate", "/v1/load_lora_adapter"
+    assert sampling._pool.paths == [load, *[generate] * 5, load, generate]
+
+
+@pytest.mark.parametrize(("answer", "message"), [(ConnectionError("refused"), "refused"), ((502, {}), "HTTP 502")])
+def test_samples_wait_for_a_limited_time(monkeypatch: pytest.MonkeyPatch, answer: Any, message: str) -> None:
+    sampling = build_sampling(monkeypatch, [answer] * 10**5, 0.05)
+    with pytest.raises(SamplingServerError, match=message):
+        asyncio.run(sampling.generate([GenerationRequest([1], SamplingParams(1))]))
+    assert len(sampling._pool.paths) > 1
 
 
 class SlowBackend:
