@@ -101,11 +101,18 @@ def build_uvicorn_config(app: Starlette, read_timeout_s: float, drain_timeout_s:
 
 def build_server(service: ServerState) -> uvicorn.Server:
     """Build the web server of `service`."""
+    from loguru import logger
+
     from prime_rl.inference.draining import ANSWER_S, DrainingServer
 
     limits = service.config.server
+
+    def fail_requests() -> None:
+        if num_failed := service.engine.refuse():
+            logger.info(f"Stopping after {limits.drain_timeout:g} s (server.drain_timeout): {num_failed} unfinished")
+
     settings = build_uvicorn_config(build_app(service), limits.read_timeout, limits.drain_timeout + ANSWER_S)
-    return DrainingServer(settings, service.engine, limits.drain_timeout)
+    return DrainingServer(settings, limits.drain_timeout, fail_requests)
 
 
 def run_server(server: uvicorn.Server, listener: socket.socket, engine: AsyncEngine) -> None:

@@ -380,9 +380,9 @@ async def retrieve_future(service: TrainingService, owner: str, request: Request
     """The result of a request; waits for it, up to the length of a long poll."""
     request_id = field(await read(request), "request_id", str)
     if (future := service.find_future(request_id, owner)) is not None:
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(future.done.wait(), POLL_S)
-        except TimeoutError:
+        if service.futures.by_id.get(future.request_id) is future:
             return reply({"type": "try_again", "request_id": request_id, "queue_state": "active"})
     query = "SELECT is_json, payload, error, category FROM results WHERE id = ? AND owner = ?"
     rows = await service.log.execute(query, request_id, owner)

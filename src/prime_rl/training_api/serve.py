@@ -17,6 +17,7 @@ from prime_rl.configuration.command import run_command
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -38,6 +39,8 @@ def find_owner(key: str) -> str:
 
 def build_app(service: TrainingService) -> Starlette:
     """Build the application."""
+    import asyncio  # imported here to keep `--help` fast
+
     from loguru import logger
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -83,6 +86,8 @@ def build_app(service: TrainingService) -> Starlette:
                 return response
             except ApiError:
                 raise
+            except asyncio.CancelledError:  # the server stops
+                return routes.reply({"detail": "the server is stopping"}, 503)
             except Exception as error:
                 return answer_error(request, error)
 
@@ -111,6 +116,15 @@ def build_app(service: TrainingService) -> Starlette:
         exception_handlers={HTTPException: answer_http_error},
         lifespan=lifespan,
     )
+
+
+def build_server(service: TrainingService) -> uvicorn.Server:
+    """Build the web server of `service`, which ends long polls when it stops."""
+    from prime_rl.inference.draining import DrainingServer
+    from prime_rl.inference.server import build_uvicorn_config
+
+    settings = build_uvicorn_config(build_app(service), service.config.limits.read_timeout, DRAIN_TIMEOUT_S)
+    return DrainingServer(settings, 0.0, service.end_polls)
 
 
 def build_service(config: ServeConfig) -> TrainingService:
@@ -191,9 +205,7 @@ def build_sampling(config: SamplingServerConfig, store: AdapterStore) -> ServerS
 
 def serve(config: ServeConfig) -> int:
     """Serve until stopped; returns the exit code."""
-    import uvicorn
-
-    from prime_rl.inference.server import bind, build_uvicorn_config, run_server
+    from prime_rl.inference.server import bind, run_server
     from prime_rl.runtime.machine import share_heap
 
     share_heap()
@@ -209,11 +221,11 @@ def serve(config: ServeConfig) -> int:
     service = build_service(config)
     if config.host not in LOOPBACK:
         logger.warning(f"Listening on {config.host}: every machine that reaches it can use it, with any key")
-    settings = build_uvicorn_config(build_app(service), config.limits.read_timeout, DRAIN_TIMEOUT_S)
+    server = build_server(service)
     logger.info(f"Serving {config.model.name}: TINKER_BASE_URL=http://{config.host}:{config.port}")
     logger.info(f"Show its tenants, queues and tokens: monitor {config.output_dir} --serve")
     with StateRecorder(config.output_dir, "serve"):
-        run_server(uvicorn.Server(settings), listener, service.engine)
+        run_server(server, listener, service.engine)
         if service.error is not None:
             raise RuntimeError(f"The server failed: {service.error}") from service.error
     return 0

@@ -143,6 +143,13 @@ class TrainingService:
         if self.sessions:
             logger.info(f"Restored {len(self.sessions)} sessions, {len(self.futures.by_id)} requests are unfinished")
 
+    def end_polls(self) -> None:
+        """End all long polls, as if their time was over."""
+        for future in self.futures.by_id.values():
+            future.done.set()
+        for found in self.sampling.values():
+            found.completed.set()
+
     async def close(self) -> None:
         """Stop; a running training request is finished first, and unfinished samples are drawn after a restart."""
         for task in self._tasks:

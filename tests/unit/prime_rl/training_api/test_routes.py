@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+from running_server import wait_until
 from starlette.testclient import TestClient
 from training_requests import PROTO, TOKENS, Server, build_pass
 
@@ -19,7 +23,14 @@ from prime_rl.runtime.run_state import read_run_state
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.training_api import routes
 from prime_rl.training_api.config import LimitsConfig, ServeConfig, ServedModelConfig
-from prime_rl.training_api.serve import build_app, build_service, find_tokenizer, serve
+from prime_rl.training_api.serve import (
+    DRAIN_TIMEOUT_S,
+    build_app,
+    build_server,
+    build_service,
+    find_tokenizer,
+    serve,
+)
 from prime_rl.training_api.wire import CLASSES
 from rollouts.training.json_files import read_json_file
 
@@ -363,12 +374,47 @@ def test_a_used_port_is_reported_by_its_key(tmp_path: Path) -> None:
 def test_a_failed_server_is_recorded_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = SimpleNamespace(engine=None, error=OSError("disk full"))
     monkeypatch.setattr("prime_rl.training_api.serve.build_service", lambda config: failed)
-    monkeypatch.setattr("prime_rl.training_api.serve.build_app", lambda service: None)
+    monkeypatch.setattr("prime_rl.training_api.serve.build_server", lambda service: None)
     monkeypatch.setattr("prime_rl.inference.server.run_server", lambda server, listener, engine: listener.close())
     with pytest.raises(RuntimeError, match="The server failed: disk full"):
         serve(ServeConfig(port=find_free_port(), output_dir=tmp_path))
     state = read_run_state(tmp_path)
     assert state is not None and state.status == "failed"
+
+
+def test_a_stopping_server_ends_polls_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = {"name": "tiny-qwen3", "debug": {"random_init": True}}
+    service = build_service(ServeConfig.model_validate({"model": model, "output_dir": tmp_path}))
+    web, listener = build_server(service), bind("127.0.0.1", 0)
+    thread = threading.Thread(target=web.run, args=([listener],))
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/api/v1/"
+    with httpx.Client(base_url=url, headers={"x-api-key": "tml-a"}, timeout=30, trust_env=False) as http:
+
+        def post(path: str, **body: Any) -> Any:
+            return http.post(path, json=body).json()
+
+        session = post("create_session")["session_id"]
+        opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny-qwen3"}
+        sampler = post("create_sampling_session", **opened)["sampling_session_id"]
+        model_id = f"{session}:train:0"
+        create = {"session_id": session, "model_seq_id": 0, "base_model": "tiny-qwen3", "lora_config": {"rank": 4}}
+        post("create_model", **create)
+        step = post("optim_step", model_id=model_id, seq_id=2, adam_params={})  # request 1 is missing
+        target = {"sampling_session_id": sampler}
+        with ThreadPoolExecutor(2) as pool:
+            polls = [
+                pool.submit(post, "retrieve_future", request_id=step["request_id"]),
+                pool.submit(post, "retrieve_futures", target=target),
+            ]
+            wait_until(lambda: len(web.server_state.tasks) == 2, "both polls")
+            web.should_exit = True
+            started = time.monotonic()
+            one, many = (poll.result(30) for poll in polls)
+            seconds = time.monotonic() - started
+    thread.join(30)
+    assert seconds < DRAIN_TIMEOUT_S and not caplog.records and not thread.is_alive()
+    assert one["type"] == "try_again" and many == {"completions": [], "cursor": 0}
 
 
 def test_hostile_requests_get_clear_errors(server: Server) -> None:
