@@ -220,16 +220,18 @@ def _need_match(pattern: str, names: Iterable[str], key: str) -> None:
 
 
 def describe_adapter(model: CausalLM, spec: LoraSpec) -> dict[str, Any]:
-    """What an adapter's checkpoint lacks, by configuration key: a digest of some frozen values, in bfloat16, and alpha.
+    """What an adapter's checkpoint lacks, by configuration key: a digest of the base model, and alpha."""
+    return {"model.name": digest_frozen(model), "model.lora.alpha": spec.alpha}
 
-    Computed of the whole model, before it is sharded.
-    """
+
+def digest_frozen(model: CausalLM) -> str:
+    """A digest of some frozen values, in bfloat16. Computed of the whole model, before it is sharded."""
     digest = hashlib.sha256()
     for _, parameter in sorted(without_critic(dict(model.named_parameters())).items()):
         if not parameter.requires_grad:
             values = parameter.detach().flatten()[:FINGERPRINT_SIZE].to("cpu", torch.bfloat16)
             digest.update(values.view(torch.int16).numpy().tobytes())
-    return {"model.name": digest.hexdigest()[:16], "model.lora.alpha": spec.alpha}
+    return digest.hexdigest()[:16]
 
 
 def adapter_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from prime_rl.trainer.lora import Adapter, LoraSpec, init_matrix_a
+from prime_rl.trainer.lora import Adapter, LoraSpec, digest_frozen, init_matrix_a
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.multi_lora import AdapterTable
 from prime_rl.training_api.passes import RunningPass, compute_pack, start_pass
@@ -123,6 +123,7 @@ class AdapterTrainer:
         if model.recomputes:
             raise ValueError("the training API cannot train a model that is computed on whole sequences")
         self.model = model.eval().requires_grad_(False)
+        self.base_digest = digest_frozen(self.model)
         self.max_len, self.micro_batch_tokens = max_len, micro_batch_tokens
         self.table = AdapterTable(model)
         self._matrices = find_matrices(model)

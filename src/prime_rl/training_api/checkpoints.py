@@ -64,6 +64,8 @@ class AdapterCheckpoint:
     user_metadata: dict[str, str] | None = None
     request_id: str | None = None
     """The request that saved it."""
+    base_digest: str | None = None
+    """Identifies the weights of the base model; None: saved by an older version."""
 
     @property
     def path(self) -> str:

@@ -10,6 +10,8 @@ from prime_rl.training_api.adapters import AdapterTrainer
 from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore
 from prime_rl.training_api.requests import Model, TrainingRequest
 from prime_rl.training_api.snapshots import SnapshotStore
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE
+from rollouts.training.json_files import read_json_file
 
 Result = bytes | dict[str, Any]
 """Protobuf of a pass, or a JSON object."""
@@ -52,6 +54,16 @@ class Executor:
             case "refused":
                 raise ValueError(fields["error"])
 
+    def check_base(self, checkpoint: AdapterCheckpoint) -> None:
+        """`ValueError` for a checkpoint of another base model."""
+        if checkpoint.base_digest in (None, self.trainer.base_digest):
+            return
+        saved = read_json_file(self.store.locate(checkpoint) / ADAPTER_CONFIG_FILE)["base_model_name_or_path"]
+        raise ValueError(
+            f"{checkpoint.path} was trained on other weights ({saved}) than those of this server ({self.base_name}): "
+            "start serve with that model"
+        )
+
     def load_snapshot(self, model: Model, snapshots: SnapshotStore) -> None:
         """Create a model's adapter from its snapshot."""
         assert model.snapshot is not None
@@ -63,6 +75,7 @@ class Executor:
         checkpoint = self.store.find(path, model.owner)
         if optimizer and checkpoint.kind != "weights":
             raise ValueError(f"{path} has no optimizer state: load a checkpoint of save_state")
+        self.check_base(checkpoint)
         _, tensors, moments = self.store.read(checkpoint)
         adapter = model.adapter or self.trainer.create(model.model_id, model.config)
         adapter.load(tensors, moments if optimizer else None)
@@ -83,6 +96,7 @@ class Executor:
             num_steps=0,
             created=time.time(),
             request_id=request.request_id,
+            base_digest=self.trainer.base_digest,
             **fields,
         )
         return self.store.save(model.adapter, info, self.base_name, overwrite=overwrite)

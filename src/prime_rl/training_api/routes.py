@@ -342,8 +342,10 @@ async def create_sampling_session(service: TrainingService, owner: str, request:
     checkpoint = None if path is None else service.store.find(path, owner)
     saved_base = None if checkpoint is None else checkpoint.base_model
     base_model = _check_base(service, body.get("base_model") or saved_base)
-    if checkpoint is not None and checkpoint.kind != "sampler_weights":
-        raise ValueError(f"{path} is a training checkpoint: sample from one of save_weights_for_sampler")
+    if checkpoint is not None:
+        if checkpoint.kind != "sampler_weights":
+            raise ValueError(f"{path} is a training checkpoint: sample from one of save_weights_for_sampler")
+        service.training.executor.check_base(checkpoint)
     opened = service.open_sampling(session, body.get("sampling_session_seq_id"), checkpoint, base_model)
     return reply({"type": "create_sampling_session", "sampling_session_id": opened.sampling_session_id})
 

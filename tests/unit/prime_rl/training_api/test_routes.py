@@ -28,6 +28,7 @@ from prime_rl.training_api.serve import (
     build_app,
     build_server,
     build_service,
+    find_owner,
     find_tokenizer,
     serve,
 )
@@ -254,6 +255,29 @@ def test_checkpoints_are_saved_loaded_and_managed(server: Server) -> None:
     assert server.call("DELETE", checkpoint).status_code == 204
     assert server.call("GET", "checkpoints", params={"limit": 0}).json()["checkpoints"] == []
     assert sampled not in server.call("GET", "checkpoints").text
+
+
+def test_checkpoints_of_another_base_model_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, model_id = server.service, server.create_model()
+    kinds, paths = ("save_weights", "save_weights_for_sampler"), []
+    for i, kind in enumerate(kinds):
+        save = {"model_id": model_id, "seq_id": 1 + i, "path": "one"}
+        paths.append(server.result(server.post(kind, save))["path"])
+    load = {"model_id": model_id, "path": paths[0], "optimizer": False}
+    sample = {"session_id": server.session, "sampling_session_seq_id": 900, "model_path": paths[1]}
+    with monkeypatch.context() as patch:  # another server with this output_dir
+        patch.setattr(service.trainer, "base_digest", "of another one")
+        patch.setattr(service.training.executor, "base_name", "org/other")
+        loaded = server.result(server.post("load_weights", {**load, "seq_id": 3}))
+        sampled = server.call("POST", "create_sampling_session", json={**sample, "base_model": "org/other"})
+        base = resolve_model_dir("tiny-qwen3")
+        for path, error in zip(paths, (loaded["error"], sampled.json()["detail"]), strict=True):
+            refused = f"{path} was trained on other weights ({base}) than those of this server (org/other)"
+            assert error == f"{refused}: start serve with that model"
+        for path in paths:  # of an older version
+            service.store.change(service.store.find(path, find_owner("tml-a")), base_digest=None)
+        assert server.result(server.post("load_weights", {**load, "seq_id": 4}))["path"] == paths[0]
+    assert server.open_sampler(model_path=paths[1])
 
 
 def test_time_limits_spare_weights_in_use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
