@@ -17,11 +17,14 @@ EXACT_INTEGERS = 2**53
 
 
 class RequestError(ValueError):
-    """A request that the gateway does not accept; the message says what to change. `code` is OpenAI's error code."""
+    """A request that is refused; the message says what to change.
 
-    def __init__(self, message: str, code: str | None = None) -> None:
+    `code` is OpenAI's error code, `param` the field that the server has named.
+    """
+
+    def __init__(self, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.param = code, param
 
 
 class ChatRequest(msgspec.Struct):

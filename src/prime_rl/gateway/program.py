@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 
 from prime_rl.client.http import ensure_open_files
+from prime_rl.gateway.chat import RequestError
 from prime_rl.gateway.server import HOST, Gateway
 from prime_rl.gateway.session import Session
 from prime_rl.runtime.machine import num_cores
@@ -35,6 +36,8 @@ MAX_OPEN_FILES = 16384
 """Pipes and connections of programs that run at the same time."""
 DRAIN_S = 1.0
 """Time for the rest of the output after the program has ended."""
+UNRENDERED = ("messages", "tools")
+"""Fields that the chat template cannot render: no fault of the model, so the rollout has no reward."""
 HIDDEN_FIELDS = ("answer",)
 """Fields of a row that the program does not see."""
 HIDDEN_VARIABLES = frozenset(
@@ -44,7 +47,7 @@ HIDDEN_VARIABLES = frozenset(
 
 
 class ProgramFailed(Exception):
-    """The program was killed, or ended before its first request to the model."""
+    """The program was killed, or ended without an answer of the model."""
 
 
 class ProgramAgent:
@@ -68,7 +71,7 @@ class ProgramAgent:
     async def __call__(
         self, rollout: Rollout, row: Row, state: dict[str, Any], client: Any, model: str, args: Mapping[str, Any]
     ) -> None:
-        """Run the program and record its turns; raises `ProgramFailed`, or the error of the engine."""
+        """Run the program and record its turns; raises `ProgramFailed`, or the error of the engine or the template."""
         session = Session(client, model, args)
         with pause_timeout():
             await self._starts.acquire()
@@ -83,8 +86,10 @@ class ProgramAgent:
         state |= {"reward": session.reward, "conversations": session.conversations}
         if session.error is not None:
             raise session.error
+        if session.refusal is not None and session.refusal.param in UNRENDERED:
+            raise session.refusal
         if state["exit_code"] < 0 or not session.conversations:
-            raise ProgramFailed(_describe_end(state))
+            raise ProgramFailed(_describe_end(state, session.refusal))
 
     async def _end_start(self, session: Session) -> None:
         try:
@@ -204,9 +209,11 @@ def record_session(rollout: Rollout, session: Session) -> None:
         rollout.status = Status.TRUNCATED
 
 
-def _describe_end(state: Mapping[str, Any]) -> str:
+def _describe_end(state: Mapping[str, Any], refusal: RequestError | None) -> str:
     code = state["exit_code"]
     end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    if refusal is not None:
+        return f"the program {end} after its request was refused: {str(refusal)[:MAX_ERROR_CHARS]}"
     when = "" if state["conversations"] else " before its first request to the model"
     last = (str(state["stderr"]).strip() or str(state["stdout"]).strip()).splitlines()[-1:]
     detail = f": {last[0][:MAX_ERROR_CHARS]}" if last else ""

@@ -145,7 +145,11 @@ class Gateway:
         if body is None and (body := await _read_body(receive)) is None:
             return 0, None
         is_retry = headers.get(b"x-stainless-retry-count", b"0") != b"0"
-        return 200, await _run_until_disconnected(route(session, body, is_retry), receive)
+        try:
+            return 200, await _run_until_disconnected(route(session, body, is_retry), receive)
+        except RequestError as error:
+            session.refusal = error
+            raise
 
 
 async def _complete_chat(session: Session, data: bytes, is_retry: bool) -> Content:

@@ -17,6 +17,7 @@ from prime_rl.gateway.chat import (
     encode_loose,
     normalize_message,
 )
+from prime_rl.utils.client import read_cause
 from rollouts.agents import Turn
 from rollouts.training.environments.plain import add_reasoning, build_request, read_message, read_turn
 from rollouts.training.environments.protocol import add_usage, describe_failure
@@ -59,6 +60,8 @@ class Session:
         """The first failure of the engine; the rollout fails with it."""
         self.is_overlong = False
         """Whether the last request was too long for the model."""
+        self.refusal: RequestError | None = None
+        """Why the last request was refused; None if it was not."""
         self.responses: dict[str, list[Message]] = {}
         """Messages up to each answer of the Responses API, by its id."""
         self._client = client
@@ -159,14 +162,14 @@ class Session:
     def _is_written(self, message: Message) -> bool:
         return message["role"] == "assistant" and encode_exact(message) in self._written
 
-    def _explain(self, error: Exception) -> Exception:
+    def _explain(self, error: Any) -> Exception:
         kind, text = describe_failure(error)
         self.is_overlong = kind == "OverlongPrompt"
         if self.is_overlong:
             self.error = self.error or (None if self.conversations else error)
             return RequestError(text, CONTEXT_LENGTH)
         if getattr(error, "status_code", None) == 400:
-            return RequestError(text)
+            return RequestError(text, param=read_cause(error.response.content).param)
         self.error = self.error or error
         return NoAnswer(f"{kind}: {text}")
 
@@ -178,7 +181,7 @@ class Session:
         self._written_loosely[encode_loose(message)] = message
         self.conversations.append([*messages, message])
         self.tools = tools
-        self.finish_reason, self.is_overlong = choice.finish_reason, False
+        self.finish_reason, self.is_overlong, self.refusal = choice.finish_reason, False, None
         self.num_completion_tokens = add_usage(self.num_completion_tokens, answer)
         if (turn := read_turn(answer)) is not None:
             self.turns.append(turn)

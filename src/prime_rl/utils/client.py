@@ -366,7 +366,7 @@ class InferenceClient:
                     return reply.body
                 if reply.status == RATE_LIMITED:
                     wait_s = _find_limit_wait(reply, attempt)
-                    if time.monotonic() + wait_s >= limited_until or _read_cause(reply.body).type == NO_QUOTA:
+                    if time.monotonic() + wait_s >= limited_until or read_cause(reply.body).type == NO_QUOTA:
                         raise _bad_status(reply, self.base_url + path)
                 elif reply.status not in RETRIED_STATUS or (spent and (gone or reply.status != NOT_READY)):
                     raise _bad_status(reply, self.base_url + path)
@@ -493,7 +493,8 @@ def _find_limit_wait(reply: Reply, attempt: int) -> float:
     return (reply.retry_after_s or min(wait_s, LONGEST_LIMIT_S)) * random.uniform(1, 1.25)
 
 
-def _read_cause(body: bytes) -> ErrorCause:
+def read_cause(body: bytes) -> ErrorCause:
+    """What was wrong with a request; empty for responses in another format than OpenAI's."""
     try:
         return msgspec.json.decode(body, type=ErrorBody).error
     except (msgspec.DecodeError, RecursionError):
@@ -502,7 +503,7 @@ def _read_cause(body: bytes) -> ErrorCause:
 
 def has_unknown_model(error: openai.APIStatusError) -> bool:
     """Whether a server has the route of a request, but no model of that name."""
-    return error.status_code == 404 and _read_cause(error.response.content).param == "model"
+    return error.status_code == 404 and read_cause(error.response.content).param == "model"
 
 
 def _lacks_route(error: openai.APIStatusError) -> bool:
@@ -513,7 +514,7 @@ def _lacks_route(error: openai.APIStatusError) -> bool:
 def _lacks_scores(error: openai.APIStatusError) -> bool:
     """Whether a server has no /score as ours; vLLM has one for pairs of texts, which rejects our requests."""
     if error.status_code in REJECTED:
-        return _read_cause(error.response.content).type != OWN_REJECTION
+        return read_cause(error.response.content).type != OWN_REJECTION
     return _lacks_route(error)
 
 

@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
+import orjson
 import pytest
 from recorded_client import RecordedClient
 
@@ -101,6 +104,30 @@ def test_a_killed_or_silent_program_fails_the_rollout(code: str, error: str) -> 
 def test_a_failure_of_the_engine_fails_the_rollout() -> None:
     rollout = run("ask(user)", client=RecordedClient(ConnectionError("engine is gone")))
     assert (rollout.error_type, rollout.error) == ("ConnectionError", "engine is gone")
+
+
+def refuse(param: str) -> openai.BadRequestError:
+    """The answer of a server that refuses a request."""
+    content = orjson.dumps({"error": {"message": f"{param} is bad", "type": "invalid_request_error", "param": param}})
+    response = httpx.Response(400, content=content, request=httpx.Request("POST", "http://engine"))
+    return openai.BadRequestError(f"answered 400: {param} is bad", response=response, body=None)
+
+
+@pytest.mark.parametrize("param", ["messages", "tools"])
+def test_chats_that_the_template_refuses_fail_the_rollout(param: str) -> None:
+    for script in ([refuse(param)], ["Hello.", refuse(param)]):
+        rollout = run("; ".join(["ask(user)"] * len(script)), client=RecordedClient(*script))
+        assert (rollout.error_type, rollout.error) == ("RequestError", f"answered 400: {param} is bad")
+
+
+def test_other_refusals_are_of_the_program() -> None:
+    twice = "try: ask(user)\nexcept OSError: pass\nask(user)"
+    assert run(twice, client=RecordedClient(refuse("messages"), "Hello.")).reward == 1.0, "it found another way"
+    assert run("ask(user); ask(user)", client=RecordedClient("Hello.", refuse("stop"))).reward == 0.0
+    rollout = run("ask(user)", client=RecordedClient(refuse("stop")))
+    assert rollout.error == "the program ended with code 1 after its request was refused: answered 400: stop is bad"
+    rollout = run("post(os.environ['OPENAI_BASE_URL'] + '/chat/completions', {'messages': [user], 'n': 2})")
+    assert "code 1 after its request was refused: n must be 1 for agents in training" in (rollout.error or "")
 
 
 @pytest.mark.parametrize(("num_workers", "limit"), [(1, 8), (3, 2), (16, 1)])
