@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from running_server import RunningServer, slow_down, wait_until
 
 from prime_rl.client import request_batcher as together
-from prime_rl.client.http import HttpPool
+from prime_rl.client.http import HttpPool, Reply
 from prime_rl.inference.async_engine import EngineBusy
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import EngineFailed
@@ -532,7 +532,7 @@ def test_lines_arrive_whole_however_the_bytes_are_cut(data: st.DataObject) -> No
         await asyncio.sleep(0)
         for a, b in itertools.pairwise([0, *packets, len(wire)]):
             connection.data_received(wire[a:b])
-        assert await sending == (200, b"") and received == lines
+        assert await sending == Reply(200, b"") and received == lines
 
     asyncio.run(main())
 
@@ -553,7 +553,7 @@ def test_without_a_listener_pieces_are_one_body() -> None:
 
         async def main() -> None:
             reply = await HttpPool(url, max_connections=1, timeout_s=20).request("POST", "/", b"{}")
-            assert reply == (200, b'"a"\n"b"\n')
+            assert reply == Reply(200, b'"a"\n"b"\n')
 
         asyncio.run(main())
 
