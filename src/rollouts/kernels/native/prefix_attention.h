@@ -74,8 +74,8 @@ ALWAYS void pair_values(const uint16_t *even, const uint16_t *odd, float *to) {
 /* Scaled sums of such columns, in the order of columns. */
 ALWAYS void order_sums(const float *sums, vec scale, float *out) {
   vec x = load(sums) * scale, y = load(sums + LANES) * scale;
-  store(out, __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-  store(out + LANES, __builtin_shufflevector(x, y, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+  store(out, SHUFFLE(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+  store(out + LANES, SHUFFLE(x, y, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
 }
 
 /* `score_keys` by AMX, from key `first`, of a block, on. Rows of bf16 queries are `stride` floats apart. */

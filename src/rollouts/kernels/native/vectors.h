@@ -30,6 +30,13 @@ typedef double dvec __attribute__((vector_size(4 * LANES))); /* half as many dou
 typedef int64_t lvec __attribute__((vector_size(4 * LANES)));
 typedef float fvec __attribute__((vector_size(2 * LANES), aligned(4), may_alias)); /* their floats in memory */
 
+/* The lanes of x and y, which follow those of x, at the given indices. */
+#ifdef __clang__
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else /* gcc 11 does not have the other one */
+#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, (ivec){__VA_ARGS__})
+#endif
+
 ALWAYS vec load(const float *p) { return *(const in_memory *)p; }
 ALWAYS void store(float *p, vec x) { *(in_memory *)p = x; }
 ALWAYS vec all(float x) { return x - (vec){0}; }

@@ -56,6 +56,15 @@ def test_compiler_error_falls_back_to_torch(
 
 
 @needs_kernels
+def test_gcc_11_can_compile_the_kernels(cache_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the name that gcc gave to its shuffles in version 12."""
+    header = tmp_path / "gcc_11.h"
+    header.write_text("#ifndef __clang__\n#define __builtin_shufflevector not_in_gcc_11\n#endif\n")
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, "-include", str(header)])
+    assert native.library() is not None
+
+
+@needs_kernels
 def test_library_is_compiled_once_per_source(cache_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert native.library() is not None
     (made,) = cache_home.glob("native-*.so")
