@@ -221,11 +221,12 @@ def _multiply(loaded: Any, x: Tensor, weight: Tensor, format: int) -> Tensor:
 
 def _compiled(compiler: list[str]) -> Path:
     """The library for this source, compiler and CPU; compiled unless it is cached."""
-    program = Path(shutil.which(compiler[0]) or compiler[0]).resolve()
-    flags = [*compiler[1:], *FLAGS, *_share_threads()]
+    command = [shutil.which(compiler[0]) or compiler[0], *compiler[1:]]
+    program = Path(command[0]).resolve()  # to be run by the given name, though: a link to ccache names the compiler
+    flags = [*FLAGS, *_share_threads()]
     sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
     made_of = [source.read_text() for source in sources]
-    made_of += [str(flags), str(program), str(program.stat().st_mtime_ns), processor()]
+    made_of += [str(command), str(flags), str(program), str(program.stat().st_mtime_ns), processor()]
     home = user_cache_dir("rollouts")
     path = home / f"native-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:16]}.so"
     if path.exists():
@@ -240,7 +241,7 @@ def _compiled(compiler: list[str]) -> Path:
         # Link no library: torch has loaded all that is needed, and a second OpenMP runtime must not be loaded.
         link = ["-shared", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-nostdlib"]
         for step in ([*flags, "-c", "-o", compiled, SOURCE], [*link, "-o", linked, compiled]):
-            subprocess.run([str(program), *map(str, step)], check=True, capture_output=True, text=True)
+            subprocess.run([*command, *map(str, step)], check=True, capture_output=True, text=True)
         os.replace(linked, path)
     return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import shlex
 import shutil
 import threading
 import time
@@ -62,6 +63,21 @@ def test_gcc_11_can_compile_the_kernels(cache_home: Path, monkeypatch: pytest.Mo
     header.write_text("#ifndef __clang__\n#define __builtin_shufflevector not_in_gcc_11\n#endif\n")
     monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, "-include", str(header)])
     assert native.library() is not None
+
+
+@needs_kernels
+@pytest.mark.parametrize("call", ["'{folder}/cc'", "'{folder}/ccache' cc"])
+def test_compiler_can_run_by_ccache(
+    call: str, cache_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a link with the compiler's name, or as its first argument."""
+    (tmp_path / "ccache").write_text('#!/bin/sh\ncase "$0" in */ccache) exec "$@";; esac\nexec "${0##*/}" "$@"\n')
+    (tmp_path / "ccache").chmod(0o755)
+    (tmp_path / "cc").symlink_to("ccache")
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels.c")
+    native.SOURCE.write_text("int kernel(void) { return 1; }\n")
+    path = native._compiled(shlex.split(call.format(folder=tmp_path)))
+    assert ctypes.CDLL(str(path)).kernel() == 1
 
 
 @needs_kernels
