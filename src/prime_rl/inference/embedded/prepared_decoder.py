@@ -22,7 +22,7 @@ from prime_rl.inference.embedded.attention import find_prefill_kernels
 from prime_rl.inference.embedded.fused_decode import FusedDecoder, LayerWeights, Rope
 from prime_rl.inference.embedded.kv_cache import BLOCK
 from prime_rl.runtime.machine import return_freed_memory
-from prime_rl.trainer.models.attention import AttentionBackend
+from prime_rl.trainer.models.attention import AttentionBackend, has_kernel_bits
 from prime_rl.trainer.models.causal_lm import (
     CausalLM,
     DecoderLayer,
@@ -298,9 +298,12 @@ def signed_sin(sin: Float[Tensor, "length 1 dim"]) -> Float[Tensor, "length 1 di
 
 
 def build_fused(
-    model: CausalLM, layers: Sequence[PreparedLayer], head: PackedLinear, rope: Rope, dtype: torch.dtype
+    model: CausalLM, layers: Sequence[PreparedLayer], head: PackedLinear, rope: Rope, dtype: torch.dtype, exact: bool
 ) -> FusedDecoder | None:
-    """Build the fused decode step, with embedding and cache in `dtype`; None if the kernel does not support it."""
+    """Build the fused decode step, with embedding and cache in `dtype`; None if the kernel does not support it.
+
+    With `exact`, neither for heads whose attention has other bits in the kernel than in the trainer.
+    """
     held: list[LayerWeights] = []
     for layer in layers:
         products = layer.products
@@ -309,7 +312,8 @@ def build_fused(
             return None
         norms = (layer.norms[0].weight, layer.qk_weight, layer.norms[1].weight)
         held.append(LayerWeights(norms, kernels, [product.bias for product in products], layer.has_rope))
-    takes = BLOCK == native.KEYS and cpu_kernels.supports_head_dim(model.config.head_dim)
+    dim = model.config.head_dim
+    takes = BLOCK == native.KEYS and (has_kernel_bits(dim) if exact else cpu_kernels.supports_head_dim(dim))
     if head.kernel is None or model.config.logit_cap is not None or not takes:
         return None
     if any(kernel.format != head.kernel.format for layer in held for kernel in layer.products):
@@ -370,6 +374,7 @@ class PreparedDecoder:
         else:
             model.to(self.arithmetic)
         model.round_inputs(dtype)
+        self._exact = exact
         exact_sums = exact and not model.rounds_inputs  # rounded products have an order of sums of their own
         weight = model.embedding()
         self.min_rows = min_forward_rows(weight) if exact or weight.is_cpu else 1
@@ -444,7 +449,7 @@ class PreparedDecoder:
             head.release(self.dtype)
 
     def _build_fused(self, head: PackedLinear) -> None:
-        self.fused = build_fused(self.model, self.layers, head, self.rope, self.dtype)
+        self.fused = build_fused(self.model, self.layers, head, self.rope, self.dtype, self._exact)
         joined = [t for layer in self.layers for p in layer.products for t in (p.weight, p.bias)]
         joined += [layer.qk_weight for layer in self.layers]
         self._addresses = [t.data_ptr() for t in (*self.model.parameters(), *joined) if t is not None]

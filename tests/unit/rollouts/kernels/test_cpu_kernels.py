@@ -17,7 +17,7 @@ from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.sampler import filter_logprobs
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.models import causal_lm
-from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
+from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention, has_kernel_bits
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.transport.weights import digest_tensor
@@ -436,6 +436,19 @@ def test_decode_step_is_bit_identical_to_trainer(name: str, dtype: torch.dtype) 
     engine = EmbeddedEngine(build(dtype, **SHAPES[name]), max_model_len=512)
     assert engine._decoder.fused is not None
     for output in generate(engine, 7) + generate(engine, 1):
+        actual, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, dtype)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [208, 256])
+def test_exact_decoding_of_large_heads(dim: int, dtype: torch.dtype) -> None:
+    """Torch's products, with which the trainer computes them on some CPUs, have another order of sums."""
+    model = build(dtype, head_dim=dim)
+    engine = EmbeddedEngine(build(dtype, head_dim=dim), max_model_len=512)
+    assert (engine._decoder.fused is not None) == has_kernel_bits(dim)
+    for output in generate(engine, 3):
         actual, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, dtype)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
