@@ -229,21 +229,28 @@ def _compiled(compiler: list[str]) -> Path:
     made_of += [str(command), str(flags), str(program), str(program.stat().st_mtime_ns), processor()]
     home = user_cache_dir("rollouts")
     path = home / f"native-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:16]}.so"
-    if path.exists():
+    if _is_complete(path):
         return path
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (home / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=home) as work:
         with suppress(OSError):  # without locks, each process compiles
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait
-        if path.exists():
+        if _is_complete(path):
             return path
         compiled, linked = Path(work) / "native.o", Path(work) / "native.so"
         # Link no library: torch has loaded all that is needed, and a second OpenMP runtime must not be loaded.
         link = ["-shared", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-nostdlib"]
         for step in ([*flags, "-c", "-o", compiled, SOURCE], [*link, "-o", linked, compiled]):
             subprocess.run([*command, *map(str, step)], check=True, capture_output=True, text=True)
+        with linked.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(linked, path)
     return path
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether a library was written; one is empty after a power loss on some file systems."""
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _share_threads() -> list[str]:
@@ -251,6 +258,12 @@ def _share_threads() -> list[str]:
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.is_file() else []
     pools = sorted({line[line.index("/") :] for line in lines if "/libgomp" in line})
+    if len(pools) > 1:  # scikit-learn, for one, brings another; it is imported by transformers if it is installed
+        pools = [pool for pool in pools if Path(pool).is_relative_to(Path(torch.__file__).parent)]
+        if len(pools) != 1:
+            _logger.warning(
+                "several OpenMP libraries are loaded, none of them by torch: the CPU kernels use one thread"
+            )
     if len(pools) != 1:
         return []
     ctypes.CDLL(pools[0], mode=ctypes.RTLD_GLOBAL)  # resolves the symbols of the kernels

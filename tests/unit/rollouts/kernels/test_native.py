@@ -6,6 +6,8 @@ import ctypes
 import errno
 import shlex
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -42,6 +44,30 @@ def test_thread_pool_is_shared_with_torch() -> None:
     assert len([path for path in loaded if "libgomp" in Path(path).name]) == 1
     if any("libgomp" in path and "torch" in path for path in loaded):
         assert "-fopenmp" in native._share_threads()
+
+
+@needs_kernels
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs /proc/self/maps")
+def test_thread_pool_of_torch_is_found_beside_others(tmp_path: Path) -> None:
+    """scikit-learn brings an OpenMP library of its own."""
+    own = next((Path(torch.__file__).parent / "lib").glob("libgomp*"), None)
+    if own is None:
+        pytest.skip("torch uses the libgomp of the system; cure: a wheel of torch for Linux")
+    other = shutil.copy(own, tmp_path / "libgomp-1.so")
+    code = "import ctypes; from rollouts.kernels import native\n"
+    code += f"ctypes.CDLL({str(other)!r}); print(native._share_threads())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "['-fopenmp']\n"
+
+
+@needs_kernels
+def test_an_empty_library_is_compiled_again(cache_home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert native.library() is not None
+    (path,) = cache_home.glob("native*")
+    path.unlink()
+    path.touch()
+    native.library.cache_clear()
+    native._load.cache_clear()
+    assert native.library() is not None and path.stat().st_size > 0 and not caplog.records
 
 
 def test_compiler_error_falls_back_to_torch(
