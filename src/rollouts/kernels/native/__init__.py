@@ -116,6 +116,7 @@ NUMBERS = {
     "quantized_size": [_I, _I],
     "max_rows_at_once": [_I],
     "max_rank": [],
+    "has_threads": [],
     "enable_amx": [_I],
     "uses_amx": [],
     "backward_scratch_size": [_P],
@@ -155,7 +156,7 @@ def library() -> ctypes.CDLL | None:
 def _load() -> ctypes.CDLL | None:
     if os.environ.get(OFF) == "0":
         return None
-    compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    compiler = os.environ.get("CC") or next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), None)
     if compiler is None:
         _logger.warning("no C compiler found: norms and decoding run as single torch operations, which is slower")
         return None
@@ -173,6 +174,8 @@ def _load() -> ctypes.CDLL | None:
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, _I
     loaded.has_dots.argtypes, loaded.has_dots.restype = [], ctypes.c_int
+    if not loaded.has_threads():
+        _logger.warning("the CPU kernels use one thread: more need gcc (here: %s) and torch's own libgomp", compiler)
     _enable_amx(loaded)
     return loaded
 

@@ -90,8 +90,6 @@ static void change_rows(Team *team, const Delta *deltas, const DeltaRows *items,
 
 void add_deltas(const Delta *deltas, const DeltaRows *items, int64_t num_items, int64_t place, const float *x,
                 int64_t inputs, int64_t block, float *y, int64_t stride, int64_t outputs, int64_t threads) {
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads) if (threads > 1)
-#endif
+  TEAM_OF(threads)
   change_rows(NULL, deltas, items, num_items, place, x, inputs, block, y, stride, outputs);
 }

@@ -236,9 +236,7 @@ static void attend_all(const Causal *a, const float *q, const Source *from, cons
                        float *scratch, float *out, float *log_sums) {
   int64_t pairs = a->seqs * a->kv_heads, blocks = (a->rows + a->block - 1) / a->block, group = a->heads / a->kv_heads;
   int64_t each = packed_keys_size(a->keys, a->size), of_keys = (a->keys + PANEL - 1) / PANEL * PANEL * a->size;
-#ifdef _OPENMP
-#pragma omp parallel num_threads(a->threads) if (a->threads > 1)
-#endif
+  TEAM_OF(a->threads)
   {
     STATIC_FOR
     for (int64_t pair = 0; pair < pairs; pair++) {

@@ -147,9 +147,7 @@ void causal_attention_backward(const Causal *a, const float *grad, const float *
                                float *dq, float *dk, float *dv) {
   int64_t pairs = a->seqs * a->kv_heads, group = a->heads / a->kv_heads;
   int64_t of_keys = num_panels(a->keys, PLAIN) * PANEL * a->size;
-#ifdef _OPENMP
-#pragma omp parallel num_threads(a->threads) if (a->threads > 1)
-#endif
+  TEAM_OF(a->threads)
   {
     float *keys = scratch + THREAD * a->scratch_size, *values = keys + of_keys, *flat = values + of_keys;
     float *mine = flat + num_panels(a->size, PLAIN) * PANEL * a->keys;

@@ -113,9 +113,7 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
   int64_t num_runs = find_runs(s, source, positions, rows, runs);
   Activations all_rows;
   place_activations(&all_rows, s, work, widest, rows);
-#ifdef _OPENMP
-#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
-#endif
+  TEAM_OF(s->threads)
   {
     Team this_thread = {&barrier, places}, *team = &this_thread;
     float *x = all_rows.x, *normed = all_rows.normed, *y = all_rows.y, *z = all_rows.z;

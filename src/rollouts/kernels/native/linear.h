@@ -208,9 +208,7 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
             int64_t threads) {
   Linear l = {packed, bias, block, outputs, inputs, (int)format, (int)kind};
   int64_t width = kind == GATED ? outputs / 2 : outputs, batch = batch_of(rows, inputs, l.format, threads);
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads) if (threads > 1)
-#endif
+  TEAM_OF(threads)
   if (rows <= 2 * BATCH * threads) {
     product(NULL, &l, NULL, x, NULL, out, scratch, scratch_size, rows);
   } else {

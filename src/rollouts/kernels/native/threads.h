@@ -11,9 +11,11 @@
 
 #include "prefetch.h"
 
-#ifdef _OPENMP
+#if defined(_OPENMP) && !defined(__clang__) /* torch has loaded gcc's OpenMP library; clang needs another one */
+#define HAS_THREADS 1
 #include <omp.h>
 #define TEXT(words) #words
+#define TEAM_OF(count) _Pragma(TEXT(omp parallel num_threads(count) if (count > 1)))
 #define PARALLEL(enough) _Pragma(TEXT(omp parallel for schedule(static) if (enough)))
 #define STATIC_FOR _Pragma("omp for schedule(static)")   /* inside a parallel region; barrier at the end */
 #define DYNAMIC_FOR _Pragma("omp for schedule(dynamic)") /* the same with dynamic scheduling */
@@ -21,6 +23,8 @@
 #define THREAD omp_get_thread_num()
 #define THREADS omp_get_num_threads()
 #else
+#define HAS_THREADS 0
+#define TEAM_OF(count)
 #define PARALLEL(enough)
 #define STATIC_FOR
 #define DYNAMIC_FOR
@@ -28,6 +32,9 @@
 #define THREAD 0
 #define THREADS 1
 #endif
+
+/* Whether more than one thread computes. */
+int64_t has_threads(void) { return HAS_THREADS; }
 
 enum { MANY = 1 << 14 }; /* minimum elements for multi-threading */
 

@@ -70,6 +70,16 @@ def test_an_empty_library_is_compiled_again(cache_home: Path, caplog: pytest.Log
     assert native.library() is not None and path.stat().st_size > 0 and not caplog.records
 
 
+@needs_kernels
+@pytest.mark.usefixtures("cache_home")
+def test_kernels_of_clang_use_one_thread(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its OpenMP needs another library than the one that torch has loaded."""
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, "-U__clang__", "-D__clang__"])
+    kernels = native.library()
+    assert kernels is not None and not kernels.has_threads()
+    assert [record.message for record in caplog.records if "use one thread" in record.message]
+
+
 def test_compiler_error_falls_back_to_torch(
     cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
