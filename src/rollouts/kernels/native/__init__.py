@@ -263,10 +263,6 @@ def _share_threads() -> list[str]:
     pools = sorted({line[line.index("/") :] for line in lines if "/libgomp" in line})
     if len(pools) > 1:  # scikit-learn, for one, brings another; it is imported by transformers if it is installed
         pools = [pool for pool in pools if Path(pool).is_relative_to(Path(torch.__file__).parent)]
-        if len(pools) != 1:
-            _logger.warning(
-                "several OpenMP libraries are loaded, none of them by torch: the CPU kernels use one thread"
-            )
     if len(pools) != 1:
         return []
     ctypes.CDLL(pools[0], mode=ctypes.RTLD_GLOBAL)  # resolves the symbols of the kernels
