@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 if TYPE_CHECKING:
     from rollouts.training.agent_integration import Rollout
 
@@ -60,6 +58,8 @@ def shows_context(rollout: Rollout, context: Context) -> bool:
 
     True if the server does not report requests.
     """
+    import msgspec  # lazy: --help imports this module
+
     texts = [context] if isinstance(context, str) else [message.get("content") for message in context]
     parts = [msgspec.json.encode(text.strip())[1:-1] for text in texts if isinstance(text, str)]
     requests = [msgspec.json.encode(turn.chat_request) for turn in rollout.turns if turn.chat_request is not None]
