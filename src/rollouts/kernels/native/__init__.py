@@ -156,15 +156,26 @@ def library() -> ctypes.CDLL | None:
 def _load() -> ctypes.CDLL | None:
     if os.environ.get(OFF) == "0":
         return None
-    compiler = os.environ.get("CC") or next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), None)
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "cc", "clang"]
+    compiler = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
     if compiler is None:
-        _logger.warning("no C compiler found: norms and decoding run as single torch operations, which is slower")
+        _logger.warning(
+            "no C compiler found (%s): norms and decoding run as single torch operations, which is slower",
+            ", ".join(names),
+        )
         return None
     try:
-        loaded = ctypes.CDLL(str(_compiled(shlex.split(compiler))))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        loaded = _open_library(shlex.split(compiler))
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.strip()
         _logger.warning("%s cannot compile %s, torch's operations are used: %s", compiler, SOURCE.name, reason)
+        return None
+    except OSError as error:
+        _logger.warning(
+            "cannot store or load the compiled %s, torch's operations are used; XDG_CACHE_HOME sets the directory: %s",
+            SOURCE.name,
+            error,
+        )
         return None
     _check_struct_sizes(loaded)
     for name, arguments in SIGNATURES.items():
@@ -222,7 +233,7 @@ def _multiply(loaded: Any, x: Tensor, weight: Tensor, format: int) -> Tensor:
     return out
 
 
-def _compiled(compiler: list[str]) -> Path:
+def _open_library(compiler: list[str]) -> ctypes.CDLL:
     """The library for this source, compiler and CPU; compiled unless it is cached."""
     command = [shutil.which(compiler[0]) or compiler[0], *compiler[1:]]
     program = Path(command[0]).resolve()  # to be run by the given name, though: a link to ccache names the compiler
@@ -232,41 +243,41 @@ def _compiled(compiler: list[str]) -> Path:
     made_of += [str(command), str(flags), str(program), str(program.stat().st_mtime_ns), processor()]
     home = user_cache_dir("rollouts")
     path = home / f"native-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:16]}.so"
-    if _is_complete(path):
-        return path
+    with suppress(OSError):  # missing or damaged
+        return ctypes.CDLL(str(path))
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (home / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=home) as work:
         with suppress(OSError):  # without locks, each process compiles
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait
-        if _is_complete(path):
-            return path
+        with suppress(OSError):
+            return ctypes.CDLL(str(path))
         compiled, linked = Path(work) / "native.o", Path(work) / "native.so"
         # Link no library: torch has loaded all that is needed, and a second OpenMP runtime must not be loaded.
         link = ["-shared", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-nostdlib"]
         for step in ([*flags, "-c", "-o", compiled, SOURCE], [*link, "-o", linked, compiled]):
             subprocess.run([*command, *map(str, step)], check=True, capture_output=True, text=True)
         with linked.open("rb") as file:
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before it gets its name, or that of an empty file could outlast a power loss
         os.replace(linked, path)
-    return path
-
-
-def _is_complete(path: Path) -> bool:
-    """Whether a library was written; one is empty after a power loss on some file systems."""
-    return path.is_file() and path.stat().st_size > 0
+    return ctypes.CDLL(str(path))
 
 
 def _share_threads() -> list[str]:
     """The flag for OpenMP if torch's thread pool can be shared; a second pool would compete for the cores."""
     maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.is_file() else []
-    pools = sorted({line[line.index("/") :] for line in lines if "/libgomp" in line})
-    if len(pools) > 1:  # scikit-learn, for one, brings another; it is imported by transformers if it is installed
-        pools = [pool for pool in pools if Path(pool).is_relative_to(Path(torch.__file__).parent)]
-    if len(pools) != 1:
+    pool = _find_pool(maps.read_text()) if maps.is_file() else None
+    if pool is None:
         return []
-    ctypes.CDLL(pools[0], mode=ctypes.RTLD_GLOBAL)  # resolves the symbols of the kernels
+    ctypes.CDLL(pool, mode=ctypes.RTLD_GLOBAL)  # resolves the symbols of the kernels
     return ["-fopenmp"]
+
+
+def _find_pool(maps: str) -> str | None:
+    """The libgomp of torch among the files that this process has loaded: packages such as scikit-learn bring their own."""
+    pools = sorted({line[line.index("/") :] for line in maps.splitlines() if "/libgomp" in line})
+    if len(pools) > 1:
+        pools = [pool for pool in pools if Path(pool).is_relative_to(Path(torch.__file__).resolve().parent)]
+    return next(iter(pools), None)
 
 
 def processor() -> str:

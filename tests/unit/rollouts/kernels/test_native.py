@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import shlex
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +35,13 @@ def cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     native._load.cache_clear()
 
 
+@pytest.fixture
+def small_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A source that is compiled at once."""
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels.c")
+    native.SOURCE.write_text("int kernel(void) { return 1; }\n")
+
+
 @needs_kernels
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs /proc/self/maps")
 def test_thread_pool_is_shared_with_torch() -> None:
@@ -46,28 +52,14 @@ def test_thread_pool_is_shared_with_torch() -> None:
         assert "-fopenmp" in native._share_threads()
 
 
-@needs_kernels
-@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs /proc/self/maps")
-def test_thread_pool_of_torch_is_found_beside_others(tmp_path: Path) -> None:
-    """scikit-learn brings an OpenMP library of its own."""
-    own = next((Path(torch.__file__).parent / "lib").glob("libgomp*"), None)
-    if own is None:
-        pytest.skip("torch uses the libgomp of the system; cure: a wheel of torch for Linux")
-    other = shutil.copy(own, tmp_path / "libgomp-1.so")
-    code = "import ctypes; from rollouts.kernels import native\n"
-    code += f"ctypes.CDLL({str(other)!r}); print(native._share_threads())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "['-fopenmp']\n"
-
-
-@needs_kernels
-def test_an_empty_library_is_compiled_again(cache_home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert native.library() is not None
-    (path,) = cache_home.glob("native*")
-    path.unlink()
-    path.touch()
-    native.library.cache_clear()
-    native._load.cache_clear()
-    assert native.library() is not None and path.stat().st_size > 0 and not caplog.records
+def test_libgomp_of_torch_is_found_among_several() -> None:
+    paths = ["/x/scikit_learn.libs/libgomp-a34b.so.1", "/usr/lib/libgomp.so.1"]
+    paths += [f"{Path(torch.__file__).resolve().parent}/lib/libgomp.so.1", "/usr/lib/libc.so.6"]
+    lines = [f"7f00-7f01 r-xp 00000000 08:01 17                         {path}" for path in paths]
+    assert native._find_pool("\n".join(lines)) == paths[2]
+    assert native._find_pool("\n".join(lines[:2])) is None  # which of them is torch's?
+    assert native._find_pool(lines[1]) == paths[1]
+    assert native._find_pool(lines[3]) is None
 
 
 @needs_kernels
@@ -103,17 +95,13 @@ def test_gcc_11_can_compile_the_kernels(cache_home: Path, monkeypatch: pytest.Mo
 
 @needs_kernels
 @pytest.mark.parametrize("call", ["'{folder}/cc'", "'{folder}/ccache' cc"])
-def test_compiler_can_run_by_ccache(
-    call: str, cache_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("cache_home", "small_source")
+def test_compiler_can_run_by_ccache(call: str, tmp_path: Path) -> None:
     """By a link with the compiler's name, or as its first argument."""
     (tmp_path / "ccache").write_text('#!/bin/sh\ncase "$0" in */ccache) exec "$@";; esac\nexec "${0##*/}" "$@"\n')
     (tmp_path / "ccache").chmod(0o755)
     (tmp_path / "cc").symlink_to("ccache")
-    monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels.c")
-    native.SOURCE.write_text("int kernel(void) { return 1; }\n")
-    path = native._compiled(shlex.split(call.format(folder=tmp_path)))
-    assert ctypes.CDLL(str(path)).kernel() == 1
+    assert native._open_library(shlex.split(call.format(folder=tmp_path))).kernel() == 1
 
 
 @needs_kernels
@@ -135,6 +123,41 @@ def test_library_is_compiled_once_per_source(cache_home: Path, monkeypatch: pyte
     changed = native.library()
     assert changed is not None and changed.newly_added() == 7
     assert len(list(cache_home.glob("native-*.so"))) == 2
+
+
+@needs_kernels
+@pytest.mark.usefixtures("small_source")
+def test_damaged_library_is_compiled_again(cache_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty file has the name of the library, as after a power loss; hence what is written is flushed first."""
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
+    native._open_library(["cc"])
+    (made,) = cache_home.glob("native-*.so")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))  # the system keeps what it has loaded by path
+    damaged = tmp_path / "elsewhere" / "rollouts" / made.name
+    damaged.parent.mkdir(parents=True)
+    damaged.touch()
+    assert native._open_library(["cc"]).kernel() == 1
+    assert flushed == [made.stat().st_size, damaged.stat().st_size] and 0 not in flushed
+
+
+@needs_kernels
+@pytest.mark.usefixtures("cache_home")
+def test_unusable_cache_directory_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert native.library() is None
+    assert "XDG_CACHE_HOME" in caplog.text and str(tmp_path / "file") in caplog.text
+    assert "cannot compile" not in caplog.text
+
+
+@pytest.mark.usefixtures("cache_home")
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CC", "/nowhere/gcc -m64")
+    assert native.library() is None
+    assert "no C compiler found (/nowhere/gcc -m64)" in caplog.text
 
 
 @needs_kernels
