@@ -8,6 +8,7 @@ Import this module only where triton is installed (`select.find_kernels`).
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -36,7 +37,8 @@ FEW, MANY = (64, 64, 4, 2), (512, 32, 2, 7)
 
 Measured on an H200 for 16 heads of 128 and 8 key heads. One row of 256 keys: the best of 7, 5.5 us. 256 rows of 1,024
 keys: 254 us, what a copy of as many bytes takes, and within 2 % of the best of 13. A loop whose loads have addresses
-from memory prefetches half as many tiles as it has stages."""
+from memory prefetches half as many tiles as it has stages. GPUs with less shared memory take smaller numbers for large
+heads: see `_fit_config`."""
 
 MANY_BLOCKS = 1024
 """From so many blocks of keys (rows times key heads times blocks) on, they are many."""
@@ -50,7 +52,7 @@ SPLITS, SPLIT_OUTPUTS, SPLIT_INPUTS, SPLIT_STAGES = 2, 16, 256, 4
 MAX_SPLIT_ROWS, MAX_SPLIT_OUTPUTS = 64, 2048
 """Products for which `multiply_split` is faster than cuBLAS, whose programs for few outputs do not occupy a GPU."""
 
-MIN_HEAD_DIM, MIN_QUERIES = 16, 16
+MIN_HEAD_DIM, MIN_QUERIES, MIN_TILE = 16, 16, 16
 """Smallest sizes of a product in Triton."""
 
 
@@ -175,7 +177,9 @@ def attend_step(
     rows, heads, dim = q.shape
     kv_heads, blocks = k.shape[1], addresses.shape[1]
     group = heads // kv_heads
-    split, tile, warps, stages = MANY if rows * kv_heads * blocks >= MANY_BLOCKS else FEW
+    queries = max(next_power_of_2(group), MIN_QUERIES)
+    config = MANY if rows * kv_heads * blocks >= MANY_BLOCKS else FEW
+    split, tile, warps, stages = _fit_config(config, queries, dim, q.element_size(), _shared_memory(q.device))
     splits = cdiv(blocks * keys, split)
     parts = torch.empty(rows, kv_heads, splits, group, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(2, rows, kv_heads, splits, group, dtype=torch.float32, device=q.device)
@@ -184,13 +188,39 @@ def attend_step(
     with on_device(q):
         _attend_split[(rows, kv_heads, splits)](
             q, addresses, tables, positions, parts, *stats, q.stride(0), *sizes,
-            max(next_power_of_2(group), MIN_QUERIES), dim, keys, split, tile, num_warps=warps, num_stages=stages,
+            queries, dim, keys, split, tile, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         _combine[(rows, kv_heads)](
             q, k, v, addresses, tables, positions, parts, *stats, out, q.stride(0), k.stride(0), v.stride(0), *sizes,
             next_power_of_2(group), dim, keys, split, num_warps=2,
         )  # fmt: skip
     return out
+
+
+def _fit_config(
+    config: tuple[int, int, int, int], queries: int, dim: int, itemsize: int, memory: int
+) -> tuple[int, int, int, int]:
+    """FEW or MANY with as many stages, and then as many keys at once, as fit into `memory` bytes.
+
+    A program holds its queries, their scores of a tile of keys, and the tiles of keys and values that are being loaded;
+    Triton 3.7 adds up to 140 bytes.
+    """
+    split, tile, warps, stages = config
+    while tile > MIN_TILE:
+        loads = max((stages - 1) // 2, 1)
+        if itemsize * (queries * (dim + tile) + 2 * tile * dim * loads) + 256 <= memory:
+            break
+        stages, tile = (stages - 2, tile) if stages > 3 else (stages, tile // 2)
+    return split, tile, warps, stages
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have."""
+    if device.type != "cuda":
+        return sys.maxsize  # Triton's interpreter
+    of_amd = 1 << 16  # which torch does not report
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", of_amd)
 
 
 def copy_pages(
@@ -234,13 +264,10 @@ def supports_split(x: Float[Tensor, "rows inputs"], weight: Float[Tensor, "outpu
     return fits and outputs <= MAX_SPLIT_OUTPUTS and 1 < len(x) <= _max_split_rows(x.device)
 
 
-@cache
 def _max_split_rows(device: torch.device) -> int:
-    """Rows for which the stages of loads fit into the shared memory of a block."""
-    if device.type != "cuda":
-        return MAX_SPLIT_ROWS
-    size = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    return MAX_SPLIT_ROWS if size >= SPLIT_STAGES * 2 * SPLIT_INPUTS * (SPLIT_OUTPUTS + MAX_SPLIT_ROWS) else 32
+    """Rows for which the stages of loads fit into the shared memory of a program."""
+    needed = SPLIT_STAGES * 2 * SPLIT_INPUTS * (SPLIT_OUTPUTS + MAX_SPLIT_ROWS)
+    return MAX_SPLIT_ROWS if needed <= _shared_memory(device) else 32
 
 
 def multiply_split(

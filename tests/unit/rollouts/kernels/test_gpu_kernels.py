@@ -76,7 +76,7 @@ def test_which_products_are_in_parts() -> None:
 
     assert supports(2, 2048, 512) and supports(64, 16, 3072)
     with pytest.MonkeyPatch.context() as patch:  # a GPU with less shared memory
-        patch.setattr(gpu, "_max_split_rows", lambda device: 32)
+        patch.setattr(gpu, "_shared_memory", lambda device: 101_376)
         assert supports(32, 64, 512) and not supports(33, 64, 512)
     others = [(1, 64, 512), (65, 64, 512), (8, 4096, 512), (8, 60, 512), (8, 64, 576)]
     assert not any(supports(*sizes) for sizes in others)
@@ -185,3 +185,45 @@ def test_sizes_that_the_decode_kernel_supports() -> None:
     sizes |= {(4, 4, 96, 128): False, (3, 2, 64, 128): False}
     for arguments, expected in sizes.items():
         assert gpu.supports_decode(*arguments) == expected
+
+
+class Launches:
+    """In place of a kernel: records the last two arguments, the warps and the stages of every launch."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, num_stages: int = 0) -> None:
+            self.made.append((*arguments[-2:], num_warps, num_stages))
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("memory", "dim", "dtype", "few", "many"),
+    [
+        (232_448, 256, torch.float32, gpu.FEW, gpu.MANY),  # H100
+        (166_912, 256, torch.bfloat16, gpu.FEW, gpu.MANY),  # A100
+        (166_912, 256, torch.float32, gpu.FEW, (512, 32, 2, 5)),
+        (101_376, 128, torch.bfloat16, gpu.FEW, gpu.MANY),  # RTX 4090
+        (101_376, 256, torch.bfloat16, gpu.FEW, (512, 32, 2, 5)),
+        (101_376, 128, torch.float32, gpu.FEW, (512, 32, 2, 5)),
+        (101_376, 256, torch.float32, (64, 32, 4, 2), (512, 32, 2, 3)),
+        (65_536, 256, torch.float32, (64, 16, 4, 2), (512, 16, 2, 3)),  # T4
+    ],
+)
+def test_attention_fits_into_the_shared_memory_of_a_gpu(
+    memory: int, dim: int, dtype: torch.dtype, few: tuple[int, ...], many: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Only where it must, it differs from what was measured to be fast: with many keys Triton would run out of memory."""
+    launches = Launches()
+    monkeypatch.setattr(gpu, "_shared_memory", lambda device: memory)
+    monkeypatch.setattr(gpu, "_attend_split", launches)
+    monkeypatch.setattr(gpu, "_combine", Launches())
+    q = torch.zeros(1, 1, dim, dtype=dtype)
+    for blocks in (1, gpu.MANY_BLOCKS):
+        addresses, tables = torch.zeros(2, blocks, dtype=torch.long), torch.zeros(blocks, 1, dtype=torch.int32)
+        gpu.attend_step(q, q, q, addresses, tables, torch.zeros(1, dtype=torch.long), 128)
+    assert launches.made == [few, many]
