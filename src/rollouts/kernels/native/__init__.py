@@ -273,7 +273,7 @@ def _share_threads() -> list[str]:
 
 
 def _find_pool(maps: str) -> str | None:
-    """The libgomp of torch among the files that this process has loaded: packages such as scikit-learn bring their own."""
+    """The libgomp of torch among the files that this process has loaded; scikit-learn, for one, brings another."""
     pools = sorted({line[line.index("/") :] for line in maps.splitlines() if "/libgomp" in line})
     if len(pools) > 1:
         pools = [pool for pool in pools if Path(pool).is_relative_to(Path(torch.__file__).resolve().parent)]

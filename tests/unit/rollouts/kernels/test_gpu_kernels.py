@@ -217,7 +217,7 @@ def test_attention_fits_into_the_shared_memory_of_a_gpu(
     memory: int, dim: int, dtype: torch.dtype, few: tuple[int, ...], many: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Only where it must, it differs from what was measured to be fast: with many keys Triton would run out of memory."""
+    """Only where it must, it differs from what was measured to be fast: else Triton would run out of memory."""
     launches = Launches()
     monkeypatch.setattr(gpu, "_shared_memory", lambda device: memory)
     monkeypatch.setattr(gpu, "_attend_split", launches)
