@@ -40,6 +40,8 @@ def check_params(params: SamplingParams) -> None:
         raise ValueError("repetition_penalty with SGLang: it ignores prompt tokens; use presence_penalty")
     if params.prompt_logprobs is not None and params.prompt_temperature != 1:
         raise ValueError("prompt_temperature with SGLang: it scores prompts at temperature 1 only")
+    if params.prompt_support:
+        raise ValueError("support with SGLang: it scores tokens over the whole vocabulary only")
     if params.prompt_logprobs is not None and not 0 <= params.prompt_logprobs <= MAX_TOP_LOGPROBS:
         requested = "the full distribution" if params.prompt_logprobs == FULL else f"{params.prompt_logprobs} tokens"
         raise ValueError(f"SGLang returns at most {MAX_TOP_LOGPROBS} log-probs per position, not {requested}")

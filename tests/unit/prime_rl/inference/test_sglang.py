@@ -24,7 +24,7 @@ from prime_rl.client.scoring import MIN_TAIL_MASS
 from prime_rl.config import RLConfig
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import GenerationRequest, SamplingParams
-from prime_rl.inference.sglang.protocol import MalformedResponse, read_output, read_scores
+from prime_rl.inference.sglang.protocol import MalformedResponse, check_params, read_output, read_scores
 from prime_rl.launcher.gpus import assign_visible_gpus
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
@@ -224,6 +224,11 @@ def test_a_stream_has_the_whole_completion(fleet: Fleet) -> None:
 def test_what_it_cannot_do_is_refused_in_a_sentence(fleet: Fleet, change: dict[str, Any], words: str) -> None:
     reply = fleet.gateway.post("/v1/completions", {"prompt": PROMPT, **change})
     assert reply.status_code in (400, 404) and words in reply.json()["error"]["message"]
+
+
+def test_scores_over_a_support_are_refused() -> None:
+    with pytest.raises(ValueError, match="support with SGLang"):
+        check_params(SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_support=b"any"))
 
 
 def score(server: RunningServer, tokens: list[int]) -> list[float]:
