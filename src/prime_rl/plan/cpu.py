@@ -109,6 +109,16 @@ def find_shortest(run: Callable[[], object]) -> float:
     return shortest
 
 
+def count_concurrent(config: PlanConfig, shape: ModelShape, machine: Machine, num_ranks: int) -> int:
+    """Micro-batches that the trainer computes at once."""
+    model = config.trainer.model
+    has_dropout = model.lora is not None and model.lora.dropout > 0
+    if num_ranks > 1 or shape.experts or model.ac is not None or model.compile is not None or has_dropout:
+        return 1
+    by_default = 2 if shape.parameters >= MIN_PARAMETERS and machine.cores <= FEW_CORES else 1
+    return min(config.trainer.max_concurrent_micro_batches or by_default, machine.cores)
+
+
 def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> CpuEstimate:
     """Estimate one step; a group's prompt is computed once, in engine and trainer.
 
@@ -138,9 +148,7 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     kept *= count_models(config)
     fixed = 16.0 if config.trainer.ema_decay is not None else 12.0  # weights, two moments, and their average
     cached = rollouts * (config.prompt_tokens + config.longest_completion) * 2.0 * shape.kv_bytes
-    is_concurrent = shape.parameters >= MIN_PARAMETERS and machine.cores <= FEW_CORES
-    at_once = config.trainer.max_concurrent_micro_batches or (2 if is_concurrent else 1)
-    at_once = min(at_once, machine.cores) if num_ranks == 1 else 1
+    at_once = count_concurrent(config, shape, machine, num_ranks)
     weights = ((fixed + 4.0 * at_once) * trained + 4.0 * frozen) * parallel.dp_replicate
     activations = at_once * (kept * num_ranks / parallel.model_ranks + LOGITS * num_ranks)
     engine = count_engine_bytes(shape) + min(cached, machine.memory / 4)

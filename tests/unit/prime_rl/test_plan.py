@@ -408,6 +408,10 @@ def test_cpu_estimate_follows_work_and_speed() -> None:
     assert not estimate_cpu(config, KNOWN["Qwen/Qwen3-8B"], MACHINE).fits
     single = estimate_cpu(parse(f"{SMALL_RUN} --trainer.max-concurrent-micro-batches 1"), shape, MACHINE)
     assert base.trainer_bytes > single.trainer_bytes + 4 * shape.parameters, "a second micro-batch has gradients too"
+    recomputed = [
+        f"{SMALL_RUN} --trainer.model.ac.freq 1{extra}" for extra in ("", " --trainer.max-concurrent-micro-batches 1")
+    ]
+    assert len({estimate_cpu(parse(line), shape, MACHINE).trainer_bytes for line in recomputed}) == 1
     assert estimate_cpu(config, shape, replace(MACHINE, cores=8)).trainer_bytes == single.trainer_bytes
     delta = estimate_cpu(parse(f"{SMALL_RUN} --trainer.model.dtype bfloat16 --weight-broadcast.delta"), shape, MACHINE)
     assert delta.engine_bytes == base.engine_bytes + 4 * shape.parameters
