@@ -89,7 +89,8 @@ docs: $(EXTRAS_STAMP)  ## build the documentation site: docs/_build/html/index.h
 test-peers: $(PEERS_STAMP)  ## create .venv-peers with TRL, verl, Liger and Ray, then run loss oracles and cluster tests
 	@echo "==> tests against peers"
 	@$(PEERS_PY) -m pytest tests/unit/rollouts/test_loss_oracles.py tests/unit/rollouts/test_library_losses.py \
-	  tests/unit/rollouts/test_distill.py tests/integration/test_clusters.py -m ''
+	  tests/unit/rollouts/test_distill.py tests/unit/prime_rl/pretrained/test_llama_cpp.py \
+	  tests/integration/test_clusters.py -m ''
 
 $(PEERS_STAMP): $(STAMP) dev/install_peers.py
 	@rm -f $(PEERS_STAMP)

@@ -23,6 +23,7 @@ VLLM = [f"tests/integration/test_vllm{suffix}.py" for suffix in ("", "_exports",
 PEERS = [
     "tests/unit/rollouts/test_loss_oracles.py",
     "tests/unit/rollouts/test_library_losses.py",
+    "tests/unit/rollouts/test_distill.py",
     "tests/unit/prime_rl/pretrained/test_llama_cpp.py",
     "tests/integration/test_clusters.py",
 ]

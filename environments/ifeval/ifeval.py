@@ -12,7 +12,7 @@ def load_environment(path: str, num_examples: int = -1, seed: int = 0) -> dict[s
     """One turn; reward: 1 if the answer follows every instruction (strict, by prompt).
 
     `path` is the file `input_data.jsonl` of IFEval; `num_examples` prompts are drawn with `seed`, -1 takes all in the
-    file's order. The metrics are the share of instructions followed, and both again for loose matching.
+    file's order. The metrics are the share of instructions followed, and the reward with loose matching.
     """
     try:
         from lm_eval.tasks.ifeval import utils
