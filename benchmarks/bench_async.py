@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "unit")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "fakes")]
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("max_async_level 0", {"max_async_level": 0}),
@@ -34,7 +34,7 @@ def measure(knobs: dict[str, Any], steps: int, latency_s: float, train_s: float,
     """Steps per 100 virtual seconds, mean staleness of tokens, restarted groups per step."""
     import pytest
     from simulated_run import Faults, World
-    from test_async_rollout_manager import run
+    from virtual_time import run
 
     from prime_rl.orchestrator.config import OrchestratorConfig
 
