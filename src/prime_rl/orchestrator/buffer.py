@@ -163,7 +163,9 @@ class PromptBuffer:
         """Id and prompt of the next draw; `ValueError` if every prompt is quarantined."""
         open_envs = [env for env in self.envs if len(env.pools[PromptPool.QUARANTINED]) < len(env.rows)]
         if not open_envs:
-            raise ValueError("every prompt of every environment failed: see the errors in samples.jsonl and the log")
+            raise ValueError(
+                "every prompt of every environment failed: error/* in metrics.jsonl counts their errors by kind"
+            )
         total = sum(env.ratio for env in open_envs)
         num = 1 + sum(env.num_drawn for env in open_envs)
         env = max(open_envs, key=lambda env: num * env.ratio / total - env.num_drawn)
