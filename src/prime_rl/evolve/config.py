@@ -33,7 +33,7 @@ class ProposerConfig(BaseConfig):
 
     function: str | None = None
     """module:function(context, examples, rng) -> new context; examples are dicts with prompt, completion, answer,
-    reward and metrics. Unset: a model."""
+    reward, feedback and metrics. Unset: a model."""
 
     model: str | None = None
     """Model name in requests; unset: model.name."""
