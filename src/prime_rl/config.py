@@ -22,7 +22,7 @@ from prime_rl.configuration.sections import (
 )
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.deployment.config import Deployment, LocalDeployment
-from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.config import InferenceConfig, prefers_vllm
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.utils.pydantic_config import BaseConfig
@@ -278,6 +278,8 @@ class RLConfig(BaseConfig):
         if name is None or self.inference is None or not self.orchestrator.sampling_support_replay:
             return
         backend = self.inference.backend
+        if backend == "auto" and prefers_vllm(self.inference):
+            backend = "vllm"
         if backend in ("vllm", "sglang"):
             raise ValueError(
                 f"orchestrator.sampling.{name} excludes tokens, and {backend} does not return which ones, so the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -13,6 +12,7 @@ from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.config import CONTEXT_SOURCES, TeacherConfig
+from prime_rl.runtime import machine
 from prime_rl.trainer.config import DistillConfig, LossConfig
 from prime_rl.trainer.rl.config import fill_distill
 from prime_rl.utils.pydantic_config import merge_tables
@@ -263,7 +263,7 @@ def _serves_base(tables: ConfigTables) -> bool:
 def _is_embedded(tables: ConfigTables) -> bool:
     """Whether the student's engine is ours."""
     backend = tables.get("inference.backend", "auto")
-    return backend == "embedded" or (backend == "auto" and importlib.util.find_spec("vllm") is None)
+    return backend == "embedded" or (backend == "auto" and not (machine.is_installed("vllm") and machine.find_gpus()))
 
 
 def _configure_server(tables: ConfigTables) -> None:

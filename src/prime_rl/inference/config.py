@@ -284,6 +284,17 @@ def check_no_delta(config: InferenceConfig) -> None:
         )
 
 
+def prefers_vllm(config: InferenceConfig) -> bool:
+    """Whether `backend = "auto"` is vLLM here: it is installed, and no option needs the embedded engine."""
+    from prime_rl.runtime.machine import find_gpus, is_installed
+
+    broadcast, model = config.weight_broadcast, config.model
+    needs_embedded = config.exact or model.device != "auto" or config.cache != CacheConfig()
+    needs_embedded |= broadcast.type == "nccl" or broadcast.delta or model.impl != "auto"
+    needs_embedded |= model.quantization is not None
+    return is_installed("vllm") and bool(find_gpus()) and not needs_embedded
+
+
 def check_vllm_options(config: InferenceConfig) -> None:
     """`ValueError` for options that only the embedded engine supports."""
     if config.weight_broadcast.type == "nccl":

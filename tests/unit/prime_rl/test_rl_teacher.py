@@ -68,6 +68,14 @@ def test_taus_with_a_teacher(given: dict[str, float], taus: tuple[float, float, 
     assert any(line == text for line in rl.explain(config)), "--dry-run prints them"
 
 
+def test_vllm_without_a_gpu_leaves_the_base_model_to_our_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.runtime.machine.is_installed", lambda name: True)
+    for found in ([], [0]):
+        monkeypatch.setattr("prime_rl.runtime.machine.find_gpus", lambda found=found: found)
+        config = parse("--orchestrator.teacher_model.weights", "frozen", "--trainer.loss.kl_coef", "0.01", *LORA[:2])
+        assert (config.teacher_inference is None) == (not found)
+
+
 @pytest.mark.parametrize("lora", [(), LORA])
 @pytest.mark.parametrize("taus", [(), ("--trainer.loss.teacher_tau", "0", "--trainer.loss.adv_tau", "1")])
 def test_the_first_weights_are_a_reference(lora: tuple[str, ...], taus: tuple[str, ...]) -> None:

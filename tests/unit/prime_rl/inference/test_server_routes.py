@@ -425,7 +425,7 @@ def test_disconnect_during_the_body_is_answered_499(server: RunningServer, monke
 def test_which_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(has_vllm: bool, gpus: list[int], **config: Any) -> str:
         monkeypatch.setattr("prime_rl.runtime.machine.find_gpus", lambda: gpus)
-        monkeypatch.setattr("prime_rl.inference.server.is_installed", lambda name: has_vllm)
+        monkeypatch.setattr("prime_rl.runtime.machine.is_installed", lambda name: has_vllm)
         return choose_backend(InferenceConfig.model_validate(config))
 
     assert chosen(True, []) == chosen(False, [0]) == "embedded"
