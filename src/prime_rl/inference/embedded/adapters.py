@@ -165,6 +165,9 @@ class RowChanges(Protocol):
     ) -> None:
         """Change `y` in place; `parts` lists the modules with their output columns `start .. end`."""
 
+    def changes_module(self, module: str) -> bool:
+        """Whether an adapter has a delta for this module."""
+
 
 @dataclass(frozen=True)
 class BatchDelta:
@@ -182,6 +185,10 @@ class BatchDelta:
             delta = self.deltas.get(module)
             if delta is not None and delta.a is not None and delta.b is not None:
                 y[:, start:end].addmm_(F.linear(x, delta.a), delta.b.t(), alpha=delta.scale)
+
+    def changes_module(self, module: str) -> bool:
+        """As `RowChanges`."""
+        return module in self.deltas
 
 
 class LoraRouting:
@@ -216,3 +223,7 @@ class LoraRouting:
                 if change is not None and change.a is not None and change.b is not None:
                     delta = lora_delta(x[index], change.a, change.b, change.scale)[:count]
                     y[index[:count], start:end] += delta
+
+    def changes_module(self, module: str) -> bool:
+        """As `RowChanges`."""
+        return bool(self._table.changes.get(module))

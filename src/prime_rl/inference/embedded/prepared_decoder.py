@@ -485,7 +485,7 @@ class PreparedDecoder:
         hidden = repeat_last(hidden, self.min_rows)
         if self.head is None:
             logits = self.model.logits(hidden)
-        elif self._has_wide_logits and changes is None:
+        elif self._has_wide_logits and (changes is None or not changes.changes_module("lm_head")):
             logits = multiply_wide(hidden, cast(Tensor, self.head.weight), out if rows == len(hidden) else None)
         else:
             logits = self.head(hidden, None)

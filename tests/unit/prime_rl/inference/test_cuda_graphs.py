@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_iter
 
 from prime_rl.inference.embedded import cuda_graphs as graphs
 from prime_rl.inference.embedded import engine as engine_module
+from prime_rl.inference.embedded import prepared_decoder
+from prime_rl.inference.embedded.adapters import BatchDelta
 from prime_rl.inference.embedded.attention import decode_metadata
 from prime_rl.inference.embedded.cuda_graphs import (
     Buffers,
@@ -43,6 +45,7 @@ from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder, fuses_
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.multi_lora import LoraDelta
 from rollouts.kernels import native
 from rollouts.training.numerics import min_rows
 
@@ -413,6 +416,26 @@ def draw_wide_adapter(seed: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight"
     return {name.format(kind): torch.randn(shape, generator=draw) for kind, shape in (("A", (2, 48)), ("B", (32, 2)))}
+
+
+@pytest.mark.parametrize("module", ["model.layers.0.self_attn.q_proj", "lm_head"])
+def test_logits_beside_an_adapter_are_wide(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`multiply_wide` computes them on a GPU, unless the adapter adds to the head's own product."""
+    products: list[Tensor] = []
+
+    def multiply_wide(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+        products.append(x @ weight.T)
+        return products[-1]
+
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(prepared_decoder, "widens", lambda x: True)
+    monkeypatch.setattr(prepared_decoder, "multiply_wide", multiply_wide)
+    decoder, hidden = PreparedDecoder(build_model(0), False, torch.float32), torch.randn(min_rows(), 32)
+    delta = LoraDelta(torch.randn(2, 32), torch.randn(97, 2), 1.0)
+    logits = decoder.logits(hidden, BatchDelta("a", {module: delta}))
+    assert bool(products) == (module != "lm_head")
+    change = delta.scale * hidden @ delta.a.T @ delta.b.T if module == "lm_head" else 0  # type: ignore[union-attr]
+    torch.testing.assert_close(logits, decoder.logits(hidden) + change)
 
 
 def test_an_adapter_of_all_rows_is_recorded() -> None:
