@@ -285,14 +285,22 @@ def check_no_delta(config: InferenceConfig) -> None:
 
 
 def prefers_vllm(config: InferenceConfig) -> bool:
-    """Whether `backend = "auto"` is vLLM here: it is installed, and no option needs the embedded engine."""
+    """Whether `backend = "auto"` is vLLM here: it is installed, and no option needs the embedded engine.
+
+    Nor does the model, as a LoRA adapter would.
+    """
     from prime_rl.runtime.machine import find_gpus, is_installed
+    from prime_rl.runtime.tokenizer import find_local_model
+    from prime_rl.transport.weights import is_adapter
 
     broadcast, model = config.weight_broadcast, config.model
     needs_embedded = config.exact or model.device != "auto" or config.cache != CacheConfig()
     needs_embedded |= broadcast.type == "nccl" or broadcast.delta or model.impl != "auto"
     needs_embedded |= model.quantization is not None
-    return is_installed("vllm") and bool(find_gpus()) and not needs_embedded
+    if needs_embedded or not is_installed("vllm") or not find_gpus():
+        return False
+    directory = find_local_model(model.name)
+    return directory is None or not is_adapter(directory)
 
 
 def check_vllm_options(config: InferenceConfig) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import EngineStats, GenerationRequest
+from prime_rl.inference.initial_weights import prepare_model_dir
 from prime_rl.inference.responses import Writer
 from prime_rl.inference.routes import openai as routes
 from prime_rl.inference.server import choose_backend
@@ -456,6 +458,19 @@ def test_which_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen(True, [], model=int8, exact=True)
     with pytest.raises(ValueError, match=r"model.quantization is for the embedded engine"):
         InferenceConfig.model_validate({"backend": "vllm", "model": int8})
+
+
+def test_adapter_as_model_needs_the_embedded_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would load the adapter's matrices as those of a model, and fail."""
+    monkeypatch.setattr("prime_rl.runtime.machine.find_gpus", lambda: [0])
+    monkeypatch.setattr("prime_rl.runtime.machine.is_installed", lambda name: True)
+    model = {"name": str(tmp_path)}
+    (tmp_path / "config.json").write_text("{}")
+    assert choose_backend(InferenceConfig.model_validate({"model": model})) == "vllm"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert choose_backend(InferenceConfig.model_validate({"model": model})) == "embedded"
+    with pytest.raises(ValueError, match="is a LoRA adapter, which only the embedded engine merges"):
+        prepare_model_dir(InferenceConfig.model_validate({"model": model, "backend": "vllm"}))
 
 
 def test_engine_validates_before_the_response_starts(server: RunningServer) -> None:
