@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -59,15 +60,18 @@ class TokenizedSamples:
     mask: bytearray = field(default_factory=bytearray)
     ends: array[int] = field(default_factory=lambda: array("q", [0]))
     sizes: list[int] = field(default_factory=list)
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    """Ascending numbers of the rows that the samples are from; several turns may be from one (`data.split_turns`)."""
 
     def __len__(self) -> int:
         return len(self.ends) - 1
 
-    def append(self, sample: Sample) -> None:
+    def append(self, sample: Sample, row: int) -> None:
         """Add a sample to the last source."""
         self.tokens.extend(sample.tokens)
         self.mask.extend(map(bool, sample.loss_mask))
         self.ends.append(len(self.tokens))
+        self.rows.append(row)
         self.sizes[-1] += 1
 
     @property
@@ -96,12 +100,19 @@ class TokenizedSamples:
         return digest.hexdigest()
 
     def hold_out(self, num_samples: int, seed: int) -> tuple[TokenizedSamples, list[Sample]]:
-        """Hold out `num_samples` samples, drawn uniformly with `seed`; returns the remaining and the held-out ones."""
+        """Hold out `num_samples` samples, drawn uniformly with `seed`; returns the remaining and the held-out ones.
+
+        They are whole rows, and so may be a few more: the other turns of a conversation repeat those before them.
+        """
         if num_samples >= len(self):
             raise ValueError(
                 f"val.num_samples {num_samples} would hold out all {len(self)} samples: lower it, or set val.name"
             )
-        held_out = frozenset(random.Random(f"{seed}:val").sample(range(len(self)), num_samples))
+        held_out: set[int] = set()
+        for drawn in random.Random(f"{seed}:val").sample(range(len(self)), num_samples):
+            if len(held_out) < num_samples:
+                row = self.rows[drawn]
+                held_out.update(range(bisect_left(self.rows, row), bisect_right(self.rows, row)))
         remaining, index = TokenizedSamples(), 0
         for size in self.sizes:
             remaining.sizes.append(0)
@@ -111,6 +122,7 @@ class TokenizedSamples:
                     remaining.tokens += self.tokens[start:end]
                     remaining.mask += self.mask[start:end]
                     remaining.ends.append(len(remaining.tokens))
+                    remaining.rows.append(self.rows[index])
                     remaining.sizes[-1] += 1
                 index += 1
             if not remaining.sizes[-1]:
@@ -172,6 +184,7 @@ def tokenize_data(
     """
     out = TokenizedSamples()
     chat = TemplateRenderer(tokenizer, date or datetime.now())
+    num_rows = 0
     for subset, split in config.parts:
         name = config.name if subset is None else f"{config.name} ({subset})"
         out.sizes.append(0)
@@ -179,10 +192,11 @@ def tokenize_data(
         rows = iter_rows(config.name, split, subset)
         with show_progress(f"tokenizing {name}", hidden=os.environ.get("RANK", "0") != "0") as progress:
             for sample in tokenize_rows(rows, config, tokenizer, vocab_size, stats, chat):
-                out.append(sample)
+                out.append(sample, num_rows + stats.rows)
                 if stats.rows >= progress.done + PROGRESS_INTERVAL_ROWS:
                     progress.set_done(stats.rows, f"{stats.tokens:,} tokens")
         stats.report(name, config.seq_len)
+        num_rows += stats.rows
         if not stats.samples:
             is_long = stats.overlong or stats.prompt_only
             fault = f"is longer than data.seq_len = {config.seq_len}: raise it" if is_long else "is empty"

@@ -556,6 +556,19 @@ def test_held_out_samples_are_never_trained_on(tmp_path: Path, tokenizer: Any) -
             everything.hold_out(num, 0)
 
 
+def test_split_turns_of_a_conversation_are_held_out_together(tmp_path: Path, tokenizer: Any) -> None:
+    def find_letters(samples: Iterable[Sample]) -> set[str]:
+        texts = [tokenizer.decode(sample.tokens) for sample in samples]
+        return {letter for letter in "abcdefgh" for text in texts if f"-{letter}" in text}
+
+    turns = [[{"role": "user", "content": f"-{c}"}, {"role": "assistant", "content": "x"}] * 3 for c in "abcdefgh"]
+    data = {"name": str(write(tmp_path / "rows.jsonl", [{"messages": row} for row in turns])), "split_turns": True}
+    batches = build_sft_batches(make_config(data, val={"num_samples": 4}), 320, tokenizer)
+    trained = find_letters(batches.source.sample(i) for i in range(len(batches.source)))
+    assert len(batches.held_out) == 6 and len(batches.source) == 18
+    assert trained.isdisjoint(find_letters(batches.held_out)) and len(trained) == 6
+
+
 MIXED = {"subsets": ["x", "y"], "probabilities": [0.25, 0.75], "stopping_strategy": "first_exhausted"}
 
 
