@@ -268,6 +268,8 @@ def _is_embedded(tables: ConfigTables) -> bool:
 
 def _configure_server(tables: ConfigTables) -> None:
     """Build the config of the teacher's server: that of the student's, overridden by `teacher_inference`."""
+    from prime_rl.runtime.tokenizer import find_window  # lazy: only runs with such a server need it
+
     base = dict(tables.section("inference"))
     base.pop("sglang", None)  # an SGLang server serves one model, the student's
     if base.get("backend") == "sglang":
@@ -290,7 +292,8 @@ def _configure_server(tables: ConfigTables) -> None:
             "  remove one of them"
         )
     if merged["model"].get("max_model_len") is None:
-        merged["model"]["max_model_len"] = _needed_length(tables)
+        window = find_window(str(merged["model"]["name"]))
+        merged["model"]["max_model_len"] = min(filter(None, (_needed_length(tables), window)))
     host = str(merged["server"].get("host", InferenceConfig().server.host))
     port = merged["server"].get("port") or find_port(
         tables, host, find_server(tables)[1] + 1, "teacher_inference.server.port"

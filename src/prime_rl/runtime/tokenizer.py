@@ -103,14 +103,25 @@ def check_window(text: str, model: str, max_model_len: int | None, what: str, ke
     """`ValueError` for a text that fills the window of a model; `what` names the text, `key` that of max_model_len."""
     if not text:
         return
-    limit = read_json_file(resolve_model_dir(model) / "config.json").get("max_position_embeddings")
-    window = min((size for size in (max_model_len, limit) if size), default=0)
+    window = min(filter(None, (max_model_len, _read_window(resolve_model_dir(model)))), default=0)
     num_tokens = len(load_tokenizer(model).encode(text, add_special_tokens=False))
     if 0 < window <= num_tokens:
         raise ValueError(
             f"{what} has {num_tokens} tokens and the model's window is {window}: shorten the context, or raise {key} "
             f"up to the model's own window"
         )
+
+
+def find_window(name: str) -> int | None:
+    """The window of a model, if it is on this machine (`find_local_model`) and its config names one."""
+    directory = find_local_model(name)
+    return None if directory is None else _read_window(directory)
+
+
+def _read_window(directory: Path) -> int | None:
+    config = read_json_file(directory / "config.json")
+    window: int | None = config.get("max_position_embeddings") or config.get("n_positions")
+    return window
 
 
 def has_chat_template(directory: Path) -> bool:

@@ -144,7 +144,7 @@ def test_teacher_server_inherits_inference_config() -> None:
         *CONTEXT,
         *shlex.split(DOCUMENTED["001, 8 GPUs"]),
         *("--inference.server.port", str(port), "--inference.max_batch_size", "7", "--inference.seed", "3"),
-        *("--teacher_inference.max_batch_size", "9"),
+        *("--teacher_inference.max_batch_size", "9", "--seq-len", "512"),
     )
     own, teacher = config.teacher_inference, config.orchestrator.teacher_model
     assert own is not None and teacher is not None and config.inference is not None
@@ -160,9 +160,10 @@ def test_teacher_server_inherits_inference_config() -> None:
     ("contexts", "added"),
     [
         ({"teacher_model.context": "x"}, 1 + 64),
-        ({"teacher_model.context": "x", "env.0.context": "y" * 5000}, 5000 + 64),
+        ({"teacher_model.context": "x", "env.0.context": "y" * 1000}, 1000 + 64),
+        ({"teacher_model.context": "x", "env.0.context": "y" * 5000}, 2048 - 512),  # the model's window
         ({"teacher_model.context": "x", "env.0.context_fn": "json:dumps"}, 512),
-        ({"teacher_model.context_template": "T" * 4000 + "{{example.x}}"}, 4013 + 64),
+        ({"teacher_model.context_template": "T" * 1000 + "{{example.x}}"}, 1013 + 64),
         ({"teacher_model.context_template": "{{example.x}}"}, 512),
         ({"teacher_model.model.name": "other"}, 512),
     ],
