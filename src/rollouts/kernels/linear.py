@@ -87,6 +87,13 @@ def multiply_wide(
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
+def linear_wide(
+    x: Float[Tensor, "rows inputs"], weight: Float[Tensor, "outputs inputs"]
+) -> Float[Tensor, "rows outputs"]:
+    """`multiply_wide` with gradients, which are products of matrices in half precision."""
+    return cast(Tensor, _WideProduct.apply(x, weight))  # type: ignore[no-untyped-call]
+
+
 @cache
 def has_fast_mkl() -> bool:
     """Whether `torch.mm` uses MKL on an Intel CPU, where it is fastest and needs no transposed copies.
@@ -214,3 +221,19 @@ class _RoundedProduct(torch.autograd.Function):
             of_x = cpu.multiply_rounded(flat, weight, None, _workspace.find(weight), turned=True).view_as(x)
         of_weight = weight_gradient(flat, rows, rounded=True) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, flat.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _WideProduct(torch.autograd.Function):
+    """`multiply_wide` with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return multiply_wide(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(x.dtype)
+        grad_x = input_gradient(grad, weight) if ctx.needs_input_grad[0] else None
+        return grad_x, weight_gradient(grad, x) if ctx.needs_input_grad[1] else None

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rollouts.kernels import linear as kernels_linear
 from rollouts.training.advantages import compute_batch_advantages
 from rollouts.training.batching import pack_samples
 from rollouts.training.objectives import (
@@ -32,6 +33,7 @@ from rollouts.training.rl_losses import (
     compute_head_logprobs,
     compute_head_table,
     compute_sequence_kl_advantages,
+    logprobs,
     policy_loss,
     reference_samples,
 )
@@ -240,6 +242,26 @@ def test_head_tables_have_the_logit_cap_of_logprobs() -> None:
         assert torch.allclose(table.gather(1, labels[:, None])[:, 0], expected)
         some = compute_head_table(hidden, weight, temperature, labels[:, None], per_chunk, 15.0)
         assert torch.allclose(some[:, 0], expected) and torch.allclose(some.exp().sum(-1), torch.ones_like(expected))
+
+
+def test_head_tables_on_a_gpu_are_those_of_wide_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the log-probs of labels and those of the engine: a logit of 16 in bfloat16 is off by up to 1/16."""
+    monkeypatch.setattr(logprobs, "widens", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(kernels_linear, "multiply_wide", lambda x, weight: x.float() @ weight.float().t())
+    wide = [drawn(6, 8, scale=9.0).bfloat16(), drawn(11, 8, seed=1).bfloat16()]
+    hidden, weight = (x.clone().requires_grad_() for x in wide)
+    temperature, labels = torch.ones(6), torch.arange(6)
+    of_labels, _ = compute_head_logprobs(hidden, weight, labels, temperature)
+    exact = [x.float().requires_grad_() for x in wide]
+    expected = torch.log_softmax(exact[0] @ exact[1].t(), -1)
+    of_expected = torch.autograd.grad((expected.exp() * expected).sum(), exact)
+    for per_chunk in (1 << 20, 22):
+        table = compute_head_table(hidden, weight, temperature, None, per_chunk)
+        assert torch.allclose(table, expected, atol=1e-4)
+        assert torch.allclose(table.gather(1, labels[:, None])[:, 0], of_labels, atol=1e-4)
+        gradients = torch.autograd.grad((table.exp() * table).sum(), (hidden, weight))
+        for one, other in zip(gradients, of_expected, strict=True):
+            assert one.dtype == torch.bfloat16 and torch.allclose(one.float(), other, atol=0.1, rtol=0.05)
 
 
 # estimators: exact expectations over every response of a two-token language -------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rollouts.kernels.linear import input_gradient, linear, multiply_rounded, multiply_wide, weight_gradient, widens
+from rollouts.kernels.linear import input_gradient, linear, linear_wide, weight_gradient, widens
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.kernels.select import HeadKernels, find_head_kernels
 from rollouts.training.numerics import count_chunks
@@ -151,7 +151,7 @@ def _table(
     rounded: bool,
     has_rest: bool,
 ) -> Tensor:
-    table = _log_softmax(linear(hidden, weight, rounded=rounded), temperature, cap)
+    table = _log_softmax(_multiply(hidden, weight, rounded), temperature, cap)
     if ids is None:
         return table
     if not has_rest:
@@ -179,10 +179,8 @@ def compute_entropy(logits: Float[Tensor, "batch seq vocab"]) -> Float[Tensor, "
 
 
 def _multiply(hidden: Tensor, weight: Tensor, rounded: bool) -> Tensor:
-    """Logits, on a GPU in fp32 at least."""
-    if rounded:
-        return multiply_rounded(hidden, weight)
-    return multiply_wide(hidden, weight) if widens(hidden) else linear(hidden, weight)
+    """Logits, with gradients; on a GPU in fp32 at least."""
+    return linear_wide(hidden, weight) if widens(hidden) else linear(hidden, weight, rounded=rounded)
 
 
 def _default_chunk(hidden: Tensor) -> int:
