@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -43,6 +44,11 @@ class PromptScorer:
             logits = head(hidden[rows]).float()
             scale = torch.full((len(logits), 1), self.temperature, device=logits.device)
             self._add(log_softmax(logits / scale), targets[rows])
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether the model is broken, so that keys and values may not be finite."""
+        return any(map(math.isnan, self.logprobs))
 
     def result(self) -> PromptLogprobs:
         """Return the accumulated scores."""

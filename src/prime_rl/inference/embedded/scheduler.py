@@ -318,7 +318,7 @@ class Scheduler:
     def _finish(self, finished: list[tuple[Sequence, Output]]) -> list[Event]:
         # From the last slot down, so that no slot that is about to be freed is moved.
         for seq, output in sorted(finished, key=lambda pair: -pair[0].slot):
-            if output.finish_reason == "error":
+            if output.finish_reason == "error" or (seq.scores is not None and seq.scores.has_nan):
                 self.blocks.clear(seq)
             else:
                 self.blocks.keep(seq)

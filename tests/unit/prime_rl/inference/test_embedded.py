@@ -862,6 +862,17 @@ def test_broken_weights_fail_requests_but_not_the_cache() -> None:
     assert check_exact(output, models) == 40
 
 
+def test_broken_weights_that_score_leave_no_nan_in_the_cache() -> None:
+    good = tensor_names(build_experts(0))
+    engine = EmbeddedEngine(build_experts(0))  # not by the fused kernel, which reads no unused memory
+    engine.load_weights({name: torch.full_like(tensor, math.nan) for name, tensor in good.items()}, 1)
+    (output,) = run(engine, request(list(range(30)), max_tokens=0, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None and all(map(math.isnan, output.prompt_logprobs.logprobs))
+    engine.load_weights(good, 0)
+    (output,) = run(engine, request([1, 2, 3], max_tokens=8))
+    assert output.finish_reason == "length"
+
+
 @dataclass
 class Row:
     """A sequence as the sampler sees it."""
