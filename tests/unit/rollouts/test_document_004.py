@@ -218,7 +218,7 @@ def test_core_rl_training_with_bare_grpo_loss(loop: str, tmp_path: Path) -> None
     assert [row["step"] for row in metrics] == [1, 2, 3, 4]
     assert {"loss", "grad_norm", "lr", "mean_reward", "max_reward", "min_reward"} <= set(metrics[0])
     assert metrics[0]["mean_reward"] == 0.25  # one of the four prompts has even length
-    assert fake.calls.count("/update_weights_from_disk") == 2 and fake.version == "4"
+    assert fake.calls.count("/update_weights_from_disk") == 3 and fake.version == "4"
 
 
 def test_sample() -> None:

@@ -204,13 +204,22 @@ def test_rl_raises_the_reward_and_keeps_the_engine_up_to_date(tmp_path: Path, lo
     manager, backend = AsyncRolloutManager(buffer, rollouts), build_backend(tmp_path / "ckpt", ppo_loss, 3, lr=2e-2)
     config = RLTrainingConfig(14, sync_every=2, log_every=5, checkpoint_every=5, estimator="mean", advantage_std=True)
     rows = run(run_rl_training, backend, buffer, manager, [policy], config, JSONLLogger(tmp_path), loop=loop)
-    assert policy.loaded == [f"step_{n}" for n in range(2, 15, 2)]
+    assert policy.loaded == [f"step_{n}" for n in range(0, 15, 2)]
     assert complete_steps(tmp_path / "ckpt") == [5, 10, 14]
     assert {"loss", "grad_norm", "lr", "step", "mean_reward", "max_reward", "min_reward"} <= rows[0].keys()
     first, last = (sum(row["mean_reward"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
     assert last > first + 0.25, (first, last)
     held = policy.model.state_dict()
     assert all(torch.equal(value, held[name]) for name, value in backend.get_weights().wait().items())
+
+
+def test_rl_begins_with_its_own_weights_in_the_engine(tmp_path: Path) -> None:
+    backend, buffer, manager, policy = build_rl(tmp_path)
+    policy.model = build_tiny_hf(5).eval()  # as a server that an earlier run has trained
+    rows = run(run_rl_training, backend, buffer, manager, [policy], RLTrainingConfig(num_steps=2, sync_every=2))
+    backend, buffer, manager, policy = build_rl(tmp_path)
+    assert rows == run(run_rl_training, backend, buffer, manager, [policy], RLTrainingConfig(2, sync_every=2))
+    assert policy.loaded == ["step_0", "step_2"]
 
 
 def test_rl_resumed_is_rl_uninterrupted(tmp_path: Path) -> None:
@@ -237,7 +246,7 @@ def test_rl_with_a_stream_of_groups(tmp_path: Path) -> None:
     backend, buffer, manager, policy = build_rl(tmp_path, slots=4)
     config = RLTrainingConfig(num_steps=4, sync_every=2)
     rows = run(run_rl_training, backend, buffer, manager, [policy], config)
-    assert len(rows) == 4 and policy.loaded == ["step_2", "step_4"]
+    assert len(rows) == 4 and policy.loaded == ["step_0", "step_2", "step_4"]
     with pytest.raises(ValueError, match=r"slots 4 are used up .* at least 6"):
         run(run_rl_training, backend, buffer, manager, [policy], RLTrainingConfig(num_steps=4, sync_every=3))
 
@@ -246,17 +255,21 @@ def test_a_run_after_an_interrupted_one_has_all_slots(tmp_path: Path) -> None:
     backend, buffer, manager, policy = build_rl(tmp_path, slots=2)
 
     async def run_twice() -> None:
-        load, policy.update_weights_from_checkpoint = policy.update_weights_from_checkpoint, fail  # type: ignore
+        policy.update_weights_from_checkpoint = load_first  # type: ignore
         with pytest.raises(RuntimeError, match="no memory"):
             await run_rl_training(backend, buffer, manager, [policy], RLTrainingConfig(2, sync_every=1))
-        policy.update_weights_from_checkpoint = load
+        policy.update_weights_from_checkpoint = load  # type: ignore
         with anyio.fail_after(30):
             rows = await run_rl_training(backend, buffer, manager, [policy], RLTrainingConfig(2, sync_every=1))
-        assert [row["step"] for row in rows] == [2, 3] and policy.loaded == ["step_1", "step_2", "step_3"]
+        assert [row["step"] for row in rows] == [2, 3]
+        assert policy.loaded == ["step_0", "step_1", "step_2", "step_3"]
 
-    async def fail(checkpoint_path: str) -> dict[str, Any]:
-        raise RuntimeError("no memory")
+    async def load_first(checkpoint_path: str) -> dict[str, Any]:
+        if policy.loaded:
+            raise RuntimeError("no memory")
+        return await load(checkpoint_path)
 
+    load = policy.update_weights_from_checkpoint
     run(run_twice)
 
 
@@ -392,7 +405,7 @@ def test_minimal_protocol_backend_works(tmp_path: Path) -> None:
             return {"success": True}
 
     run(run_rl_training, backend, buffer, manager, [Engine()], RLTrainingConfig(num_steps=2, sync_every=2))
-    assert Engine.loaded == ["step_2"]
+    assert Engine.loaded == ["step_0", "step_2"]
 
 
 def test_advantages_and_batches() -> None:

@@ -54,8 +54,8 @@ async def run_rl_training(
                        +------------------ weights, every sync_every steps ------------+
 
     Rewards come from the config's `reward_fn`, else from `compute_reward`. A backend restored from a checkpoint
-    continues after the last trained rollouts; any other run begins with the manager as it is. Trained weights are first
-    published to the engines.
+    continues after the last trained rollouts; any other run begins with the manager as it is. The weights that a run
+    starts from are first published to the engines.
     """
     check_run(data_buffer, rollout_manager, inference_engines, config)
     if rollout_manager.config.generate_fn is not None:  # another generator decides how many samples a group has
@@ -67,8 +67,7 @@ async def run_rl_training(
     rows: list[Row] = []
     steps = steps_of(backend, config)
     async with AsyncExitStack() as stack:
-        if getattr(backend, "weight_version", 0):
-            await publish(backend, inference_engines, steps[0] - 1, {})
+        await publish(backend, inference_engines, steps[0] - 1, {})  # they may hold the weights of another run
         rollout_manager.release(rollout_manager.step_count)  # of an interrupted run: trained, or lost
         if rank_of(backend)[0] == 0:
             await stack.enter_async_context(rollout_manager)
