@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from group_of_one import group_of_one
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import MuonConfig, TrainConfig
@@ -34,6 +38,22 @@ def test_matrices_step_as_with_torch(adjust_lr: str, nesterov: bool) -> None:
     for mine, other, before in zip(ours, theirs, start, strict=True):
         change = (other - before).norm()
         assert (mine - other).norm() < 0.02 * change, "bfloat16 is all that differs"
+
+
+def test_offloaded_shards_stay_in_host_memory() -> None:
+    """Of `model.optim_cpu_offload` on several GPUs: the mesh is of GPUs, and parameters and gradients are not."""
+    start, gradient = torch.randn(24, 16), torch.randn(24, 16)
+    shared = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "adjust_lr": "original"}
+    plain = start.clone().requires_grad_()
+    plain.grad = gradient
+    MatrixMuon([plain], shared).step()
+    with group_of_one() as mesh:
+        spec = DTensor.from_local(start, mesh, [Shard(0)])._spec
+        spec.mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
+        shard = DTensor(start.clone(), spec, requires_grad=True)
+        shard.grad = DTensor(gradient, spec, requires_grad=False)
+        MatrixMuon([shard], shared).step()
+        assert torch.equal(shard.to_local(), plain)
 
 
 def test_orthogonalize_is_batched_with_unit_singular_values() -> None:

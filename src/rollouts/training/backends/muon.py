@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rollouts.training.backends.ranks import is_shard
+
 NOT_MATRICES = ("embed_tokens", "wte", "lm_head")
 """Usual names of embeddings and head: 2-D, but each row is the vector of one token."""
 
@@ -75,14 +77,14 @@ class MatrixMuon(torch.optim.Optimizer):
 
 def _apply_to_full(update: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `change` to the full matrix and shard the result like `update` (a DTensor, or a plain tensor)."""
-    gather: Callable[[], Tensor] | None = getattr(update, "full_tensor", None)
-    if gather is None:
+    if not is_shard(update):
         return change(update)
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
-    assert isinstance(update, DTensor)
-    mesh = update.device_mesh
-    changed = DTensor.from_local(change(gather()), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    whole = update.redistribute(placements=[Replicate()] * update.device_mesh.ndim)
+    changed = torch.empty_like(whole)  # `DTensor.from_local` would move offloaded shards to the mesh's device
+    assert is_shard(changed)
+    changed.to_local().copy_(change(whole.to_local()))
     return changed.redistribute(placements=update.placements)
 
 
