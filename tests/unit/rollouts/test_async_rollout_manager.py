@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -309,6 +310,42 @@ def test_a_resumed_stream_keeps_its_own_staleness(size: int, level: int, in_orde
         assert not in_order or emitted == list(range(32 + 8 * size))
 
     run(main)
+
+
+def test_a_group_that_ends_as_it_becomes_stale_restarts() -> None:
+    """Its answer is there, but the group has not continued yet, when the first batch is taken, at level 0."""
+    answered = anyio.Event()
+
+    async def generate(group_index: int, prompt: str) -> list[Sample]:
+        version = manager.version
+        if group_index == 1 and not answered.is_set():
+            await answered.wait()
+        return [Sample(prompt=prompt, tokens=[1], loss_mask=[1.0], versions=[(0, version)])]
+
+    def answer_other(samples: list[Sample]) -> None:
+        asyncio.get_running_loop().call_soon(answered.set)
+
+    manager = AsyncRolloutManager(
+        DataBuffer(PROMPTS),
+        RolloutConfig(1),
+        generate_group=generate,
+        group_filter=answer_other,
+        slots=2,
+        in_order=False,
+        staleness_limits=StalenessLimits(0),
+    )
+
+    async def main() -> None:
+        async with manager:
+            await manager.generate_batch()
+            await manager.wait_until_idle()
+            assert not manager.groups.num_ready and manager.restarts == {"stale": 1}
+            manager.release(1)
+            batch = await manager.generate_batch()
+            assert batch.group_indices == [1] and batch.samples[0].versions == [(0, 1)]
+        manager.tokens.check(manager.ready_samples)
+
+    anyio.run(main)
 
 
 def test_a_resume_with_part_of_a_batch_more_keeps_finished_groups() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import anyio.to_thread
 
 from rollouts.training.datasets.data_buffer import DataBuffer
@@ -402,6 +403,8 @@ class AsyncRolloutManager:
                     self.tokens.receive(group_index, count_sampled(samples))
                 await self._score(samples)
                 reason = await self._rejection(samples)
+                # The last request may have been answered before the cancellation: nothing after it has waited.
+                await anyio.lowlevel.checkpoint_if_cancelled()
                 if reason is None:
                     self.groups.finish(group_index, samples)
                     self.tokens.settle(group_index)
