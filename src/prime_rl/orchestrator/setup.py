@@ -143,7 +143,7 @@ def build_orchestrator(
     evaluations = build_evaluations(config, schedules, servers, monitor, teacher)
     relay = build_relay(config, servers, ema_servers, rollouts, sender, monitor)
     if state is not None:
-        rollouts.load_state_dict(state["rollouts"])
+        rollouts.load_state_dict(state["rollouts"], is_usable=lambda samples: fits_teacher(samples, teacher))
 
     version.subscribe(lambda version: rollouts.release(version.released))
     version.subscribe(lambda version: evaluations.on_version(version.live))
@@ -170,6 +170,13 @@ def build_orchestrator(
         health_checks=RolloutHealthChecks(config.max_async_level, verified=generator.is_scored),
         totals=Counter(state["totals"] if state is not None else {}),
     )
+
+
+def fits_teacher(samples: Sequence[Sample], teacher: Teacher | None) -> bool:
+    """Whether samples of a checkpoint have the log-probs of a teacher if there is one; it may be new, or gone."""
+    if teacher is None:
+        return all(sample.teacher_logprobs is None for sample in samples)
+    return all(sample.teacher_logprobs is not None or not sample.has_teacher for sample in samples)
 
 
 @asynccontextmanager

@@ -264,11 +264,13 @@ class AsyncRolloutManager:
             **self.groups.state_dict(keep_ready=keep_ready),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], *, is_usable: Callable[[list[Sample]], bool] = lambda samples: True
+    ) -> None:
         """Restore `state`. Its batches count as released: a resumed run has their weights.
 
-        Finished groups that would be too old when they are trained, because this manager has a smaller bound on
-        staleness than that of `state`, are generated again.
+        Finished groups are generated again unless they are usable, and if they would be too old when they are trained,
+        because this manager has a smaller bound on staleness than that of `state`.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(f"rollout state has version {state.get('version')}, this code reads {STATE_VERSION}")
@@ -282,6 +284,10 @@ class AsyncRolloutManager:
         self._num_restarts.clear()
         self._error, self._abort_requested = None, False
         self._on_outcomes([Outcome.from_list(values) for values in state["unreleased"]])
+        for group_index, samples in self.groups.ready.items():
+            if not is_usable(samples):
+                self.tokens.drop_samples(samples, DropReason.INTERRUPTED)
+                self.groups.return_group(group_index)
         if self.slots is not None and self.in_order:
             max_staleness = (self.slots - 1) // self.config.batch_size
             ready = self.groups.ready

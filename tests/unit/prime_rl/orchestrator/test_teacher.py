@@ -35,7 +35,7 @@ from prime_rl.orchestrator.distillation.context import (
 )
 from prime_rl.orchestrator.distillation.inspect_contexts import inspect_contexts
 from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
-from prime_rl.orchestrator.setup import build_orchestrator
+from prime_rl.orchestrator.setup import Orchestrator, build_orchestrator
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import LossConfig, TrainConfig
@@ -50,6 +50,7 @@ from rollouts.training.rl_losses.policy import extra_terms, mix_advantages
 from rollouts.training.rollout_gen.async_rollout_manager import GroupDropped
 from rollouts.training.rollout_gen.groups import DropReason
 from rollouts.training.sampling_support import decode_supports
+from rollouts.training.steps import publish_dir, step_path
 from rollouts.training.types import UNFILTERED, Sample, TeacherTable
 
 CONTEXT = "Answer with letters only, and keep it short.\n\n"
@@ -552,6 +553,37 @@ def test_only_own_servers_of_a_teacher_are_waited_for(url: str, is_shared: bool,
     assert (teacher.scorer.servers is not None) == (teacher.reference.servers is not None) == is_shared
     with contextlib.nullcontext() if is_shared else pytest.raises(TimeoutError):
         anyio.run(teacher.wait_until_ready, 0.05, anything)
+
+
+@pytest.mark.parametrize("was_scored", [False, True])
+def test_a_resume_regenerates_groups_that_do_not_fit(was_scored: bool, tmp_path: Path) -> None:
+    """Finished groups of a checkpoint have no log-probs of a teacher that is new, or those of one that is gone."""
+    url = {"base_url": ["http://127.0.0.1:2/v1"]}
+    with_teacher = {"teacher_model": {"client": url}}
+    values: dict[str, Any] = {
+        "env": [{"id": "rows"}],
+        "output_dir": tmp_path,
+        "ckpt": {"interval": 1, "resume_step": -1},
+    }
+    anything, rows = MagicMock(), load_environment("reverse-text", {"num_train_examples": 2})
+
+    def build(own: dict[str, Any]) -> Orchestrator:
+        config = OrchestratorConfig.model_validate(values | own)
+        return build_orchestrator(config, {"rows": rows}, {}, [anything], [anything], anything, anything)
+
+    before = build({})
+    logprobs = [0.0, -1.0] if was_scored else None
+    sample = Sample(prompt="", tokens=[1, 2], loss_mask=[0.0, 1.0], group_index=0, index=0, teacher_logprobs=logprobs)
+    before.rollouts.groups.draw(0)
+    before.rollouts.groups.finish(0, [sample])
+    before.rollouts.tokens.generated = 1
+    before.rollouts.step_count = 1
+    before.checkpoints.save(1, before.state)
+    publish_dir(step_path(tmp_path / "checkpoints", 1) / "trainer", lambda directory: None)
+    same, changed = (build(own).rollouts for own in ((with_teacher, {}) if was_scored else ({}, with_teacher)))
+    assert list(same.groups.ready) == [0] and not same.groups.returned
+    assert not changed.groups.ready and changed.groups.returned == {0: 0}
+    changed.tokens.check(changed.ready_samples)
 
 
 class ReversingTeacher(InferenceClient):
