@@ -196,8 +196,11 @@ def _build_environment(url: str, key: str) -> dict[str, str]:
 
 
 def record_session(rollout: Rollout, session: Session) -> None:
-    """Copy the turns of a session, also of one that is being cancelled, and how they ended."""
-    rollout.turns, rollout.num_turns = session.turns, len(session.conversations)
+    """Copy the turns of a session, also of one that is being cancelled, and how they ended.
+
+    Answers that arrive later are not part of what is scored.
+    """
+    rollout.turns, rollout.num_turns = list(session.turns), len(session.conversations)
     rollout.completion_tokens, rollout.stop_reason = session.num_completion_tokens, session.finish_reason
     rollout.metrics = {"unmatched_requests": float(session.num_unmatched)}
     rollout.completion, rollout.tools = [], session.tools

@@ -16,7 +16,16 @@ import pytest
 from recorded_client import RecordedClient
 
 from prime_rl.envs.worker import build_agent
-from prime_rl.gateway.program import MAX_OUTPUT_BYTES, ProgramAgent, _build_environment, check_command, run_program
+from prime_rl.gateway.program import (
+    MAX_OUTPUT_BYTES,
+    ProgramAgent,
+    _build_environment,
+    check_command,
+    record_session,
+    run_program,
+)
+from prime_rl.gateway.session import Session
+from rollouts.agents import Turn
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments.plain import PlainEnvironment, agent_reward
 from rollouts.training.types import Status
@@ -53,6 +62,13 @@ post(os.environ["REWARD_URL"], {"reward": 0.25})
     assert rollout.completion == [{"role": "assistant", "content": "Hello."}]
     [sample] = rollout_to_samples(rollout)
     assert (sample.tokens, sample.loss_mask) == ([1, 2, 1, 7, 8], [0.0, 0.0, 1.0, 1.0, 1.0])
+
+
+def test_an_answer_after_the_end_is_not_scored() -> None:
+    rollout, session = Rollout(prompt=[]), Session(RecordedClient(), "m", {})
+    record_session(rollout, session)
+    session.turns.append(Turn([1], [2], [0.0]))
+    assert rollout.turns == []
 
 
 def test_without_a_report_the_exit_code_is_the_reward() -> None:
