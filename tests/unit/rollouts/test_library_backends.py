@@ -397,6 +397,17 @@ def test_numpy_settings_of_an_optimizer_can_be_loaded(tmp_path: Path) -> None:
     assert (group["lr"], group["betas"]) == (2e-2, (0.5, 0.95)) and type(group["lr"]) is float
 
 
+@pytest.mark.parametrize(
+    ("dtype", "lr", "warns"), [("bfloat16", 1e-5, True), ("bfloat16", 1e-4, False), ("float32", 1e-5, False)]
+)
+def test_updates_that_bfloat16_loses_are_named(
+    dtype: str, lr: float, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = anyio.run(build_backend(tmp_path).save_checkpoint, 1, {})
+    create_pytorch_backend(str(path), tmp_path / "next", device_type="cpu", dtype=dtype, learning_rate=lr)
+    assert ('set dtype="float32"' in caplog.text) == warns
+
+
 def test_checkpoint_layout_is_documented(tmp_path: Path) -> None:
     backend = build_backend(tmp_path)
     backend.model.generation_config.eos_token_id = [1, 7]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ from rollouts.training.rl_losses import aggregate_tokens, compute_label_logprobs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 DEVICE_TYPES = ("cuda", "cpu", "mps")
+LEAST_HALF_LR = 5e-5
+"""Below it, most updates of weights in half precision are rounded away: numbers of about 0.02, usual for weights, are
+1.2e-4 apart in bfloat16, and an update of Adam is about as large as the learning rate."""
 WARMUP_START = 0.1
 """Initial learning rate as a fraction of the peak."""
 
@@ -34,7 +38,16 @@ def create_pytorch_backend(
     *,
     max_grad_norm: float | None = None,
 ) -> PyTorchTrainingBackend:
-    """Model and tokenizer of `model_name` with AdamW on one device; `loss_fn` defaults to masked cross-entropy."""
+    """Model and tokenizer of `model_name` with AdamW on one device; `loss_fn` defaults to masked cross-entropy.
+
+    Weights and their updates have `dtype`: a warning names a learning rate whose updates bfloat16 rounds away.
+    """
+    if dtype == "bfloat16" and learning_rate < LEAST_HALF_LR:
+        logging.getLogger(__name__).warning(
+            "learning_rate %g with weights in bfloat16: most updates are smaller than the distance of two such numbers "
+            'and are lost; set dtype="float32"',
+            learning_rate,
+        )
     model = load_hf_model(model_name, parse_dtype(dtype), compute_device_map_single_gpu(device_type, gpu_rank))
     return PyTorchTrainingBackend(
         model=model,
