@@ -36,10 +36,12 @@ from stages import (
     shown,
 )
 
+from prime_rl.evolve.config import EvolveConfig
 from prime_rl.evolve.evolve import SOLVED
 from prime_rl.runtime.machine import find_free_port
 from prime_rl.runtime.process import ChildFailed
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
+from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.metrics import load_last_attempts
 from rollouts.training.steps import complete_steps
 
@@ -105,7 +107,10 @@ class Loop:
     def distill(self, number: int, folder: Path, model: str) -> None:
         """Distill the context of a round into the weights."""
         context = folder / "evolve" / "evolve" / "best.md"
+        searched, _ = parse_argv(EvolveConfig, ["@", str(self.folder / "evolve.toml"), "--model.name", model], "evolve")
         options = ["--orchestrator.teacher_model.context-file", str(context)]
+        for name in ("context_position", "separator"):  # the teacher sees the context as the search did
+            options += [f"--orchestrator.teacher_model.{name}", getattr(searched, name)]
         options += ["--orchestrator.teacher_model.eval-baseline", "true"]
         options += ["--inference.server.port", str(find_free_port())]
         if (folder / "rl").exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import shutil
 import sys
@@ -79,10 +80,15 @@ def write(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content) + "\n")
 
 
-def run(tmp_path: Path, stages: FakeStages, rounds: int = 2) -> Any:
+def run(
+    tmp_path: Path,
+    stages: FakeStages,
+    rounds: int = 2,
+    folder: Path = ROOT / "experiments/contextual_learning",
+) -> Any:
     sys.path.insert(0, str(ROOT / "scripts"))
     script = importlib.import_module("contextual_learning")
-    loop = script.Loop(ROOT / "experiments/contextual_learning", tmp_path, "m", rounds, 7, stages)
+    loop = script.Loop(folder, tmp_path, "m", rounds, 7, stages)
     loop.run()
     return loop
 
@@ -101,10 +107,16 @@ def test_rounds_continue_from_weights_and_context(tmp_path: Path) -> None:
 
 
 def test_distillation_measures_what_the_report_shows(tmp_path: Path) -> None:
-    stages = FakeStages([0.0, 1.0])
-    run(tmp_path, stages)
+    stages, folder = FakeStages([0.0, 1.0]), tmp_path / "files"
+    shutil.copytree(ROOT / "experiments/contextual_learning", folder)
+    text = (folder / "evolve.toml").read_text()
+    (folder / "evolve.toml").write_text(f'context_position = "system_replace"\n{text}')
+    run(tmp_path, stages, folder=folder)
     options = stages.commands[2][2]
-    assert options[options.index("--orchestrator.teacher_model.eval-baseline") + 1] == "true"
+    given = dict(itertools.pairwise(options))
+    assert given["--orchestrator.teacher_model.eval-baseline"] == "true"
+    assert given["--orchestrator.teacher_model.context_position"] == "system_replace", "as in the search"
+    assert given["--orchestrator.teacher_model.separator"] == "\n"
     results = json.loads((tmp_path / "loop.json").read_text())
     del results["settings"]
     results["round 1: distillation"] = {}
