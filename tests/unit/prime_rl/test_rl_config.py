@@ -723,6 +723,12 @@ def test_truncated_sampling_needs_an_engine_with_supports(backend: str) -> None:
     assert parse("--orchestrator.sampling.top_k", "20").orchestrator.replays_support
 
 
+def test_penalties_of_the_server_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"inference\.sampling\.extra_body\.logit_bias is the default of rollouts"):
+        parse("--inference.sampling.extra_body", '{"logit_bias": {"5": 2.0}}')
+    assert parse("--inference.sampling.repetition_penalty", "1.1").orchestrator.sampling.repetition_penalty == 1
+
+
 def test_truncated_sampling_with_vllm_on_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prime_rl.runtime.machine.find_gpus", lambda: [0])
     monkeypatch.setattr("prime_rl.runtime.machine.is_installed", lambda name: True)
