@@ -248,8 +248,9 @@ class RLConfig(BaseConfig):
             if self.inference_gpu_ids:
                 raise ValueError("inference_gpu_ids is set but inference is off: remove one of them")
             return self
-        name = self.inference.sampling.reweighting
-        if name is not None and name != "repetition_penalty":  # which requests of rollouts always have
+        # Requests of rollouts always have a repetition_penalty of their own.
+        name = self.inference.sampling.model_copy(update={"repetition_penalty": 1.0}).reweighting
+        if name is not None:
             raise ValueError(
                 f"inference.sampling.{name} is the default of rollouts, too, whose log-probs are then not those of the "
                 "trained policy: leave it out; for evaluations set orchestrator.eval.sampling"

@@ -285,9 +285,10 @@ def check_no_delta(config: InferenceConfig) -> None:
 
 
 def prefers_vllm(config: InferenceConfig) -> bool:
-    """Whether `backend = "auto"` is vLLM here: it is installed, and no option needs the embedded engine.
+    """Whether `backend = "auto"` is vLLM here.
 
-    Nor does the model, as a LoRA adapter would.
+    It is if vLLM is installed, there is a GPU, and neither an option nor the model (a LoRA adapter) needs the embedded
+    engine.
     """
     from prime_rl.runtime.machine import find_gpus, is_installed
     from prime_rl.runtime.tokenizer import find_local_model

@@ -724,9 +724,13 @@ def test_truncated_sampling_needs_an_engine_with_supports(backend: str) -> None:
 
 
 def test_penalties_of_the_server_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"inference\.sampling\.extra_body\.logit_bias is the default of rollouts"):
-        parse("--inference.sampling.extra_body", '{"logit_bias": {"5": 2.0}}')
-    assert parse("--inference.sampling.repetition_penalty", "1.1").orchestrator.sampling.repetition_penalty == 1
+    penalty = ("--inference.sampling.repetition_penalty", "1.1")
+    for argv in ((), penalty):
+        with pytest.raises(
+            ConfigError, match=r"inference\.sampling\.extra_body\.logit_bias is the default of rollouts"
+        ):
+            parse(*argv, "--inference.sampling.extra_body", '{"logit_bias": {"5": 2.0}}')
+    assert parse(*penalty).orchestrator.sampling.repetition_penalty == 1
 
 
 def test_truncated_sampling_with_vllm_on_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
