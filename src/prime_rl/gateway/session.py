@@ -56,8 +56,6 @@ class Session:
         self.num_completion_tokens: int | None = None
         self.reward: float | None = None
         """Reward that the agent reported itself."""
-        self.error: Exception | None = None
-        """The first failure of the engine; the rollout fails with it."""
         self.is_overlong = False
         """Whether the last request was too long for the model."""
         self.refusal: RequestError | None = None
@@ -75,6 +73,15 @@ class Session:
         self._unanswered: Counter[bytes] = Counter()
         """Cancelled requests, by their key in `_answers`, that no retry has followed yet."""
         self._repeats: Counter[int] = Counter()
+        self._failure: Exception | None = None
+        """The first failure of the engine."""
+        self._overlong: Exception | None = None
+        """The last request that was too long for the model."""
+
+    @property
+    def error(self) -> Exception | None:
+        """What the rollout fails with: a failure of the engine, or without any answer that a request was too long."""
+        return self._failure or (None if self.conversations else self._overlong)
 
     async def complete(self, request: ChatRequest, *, is_retry: bool = False) -> Any:
         """Answer a request as OpenAI's chat completions do; raises `RequestError` or `NoAnswer`.
@@ -166,11 +173,11 @@ class Session:
         kind, text = describe_failure(error)
         self.is_overlong = kind == "OverlongPrompt"
         if self.is_overlong:
-            self.error = self.error or (None if self.conversations else error)
+            self._overlong = error
             return RequestError(text, CONTEXT_LENGTH)
         if getattr(error, "status_code", None) == 400:
             return RequestError(text, param=read_cause(error.response.content).param)
-        self.error = self.error or error
+        self._failure = self._failure or error
         return NoAnswer(f"{kind}: {text}")
 
     def _record(self, messages: list[Message], tools: list[dict[str, Any]] | None, answer: Any) -> None:

@@ -146,6 +146,14 @@ def test_other_refusals_are_of_the_program() -> None:
     assert "code 1 after its request was refused: n must be 1 for agents in training" in (rollout.error or "")
 
 
+def test_a_program_may_shorten_its_first_request() -> None:
+    response = httpx.Response(400, text="maximum context length is 9", request=httpx.Request("POST", "http://engine"))
+    overlong = openai.BadRequestError("too long", response=response, body=None)
+    rollout = run("try: ask(user)\nexcept OSError: ask(user)", client=RecordedClient(overlong, "Hello."))
+    assert (rollout.status, rollout.reward, len(rollout.turns)) == (Status.COMPLETED, 1.0, 1)
+    assert run("ask(user)", client=RecordedClient(overlong)).error_type == "OverlongPrompt"
+
+
 @pytest.mark.parametrize(("num_workers", "limit"), [(1, 8), (3, 2), (16, 1)])
 def test_workers_share_the_starts_of_a_machine(monkeypatch: pytest.MonkeyPatch, num_workers: int, limit: int) -> None:
     monkeypatch.setattr("prime_rl.gateway.program.num_cores", lambda: 4)
