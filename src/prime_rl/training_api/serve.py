@@ -171,6 +171,7 @@ def build_service(config: ServeConfig) -> TrainingService:
     )
     settings = {
         "model.name": config.model.name,
+        "model.weights": trainer.base_digest,
         "model.debug": debug.model_dump(),
         "model.max_model_len": max_len,
         "micro_batch_tokens": config.micro_batch_tokens,

@@ -230,6 +230,14 @@ def test_a_second_server_is_refused_before_it_writes(
     assert [path.name for path in tmp_path.iterdir()] == [".lock-serve"]
 
 
+def test_open_sessions_keep_the_weights_of_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, _ = open_server(tmp_path, 1e9)
+    client.__exit__(None, None, None)
+    monkeypatch.setattr("prime_rl.training_api.adapters.digest_frozen", lambda model: "of another one")
+    with pytest.raises(ValueError, match="open sessions with other settings"):
+        open_server(tmp_path, 1e9)
+
+
 def test_a_refused_server_keeps_unfinished_checkpoints(tmp_path: Path) -> None:
     client, _ = open_server(tmp_path, 1e9)
     unfinished = tmp_path / "training_runs" / "model" / "weights" / ".tmp-a"
