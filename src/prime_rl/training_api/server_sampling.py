@@ -123,13 +123,18 @@ class ServerSampling:
 
 
 def build_body(request: GenerationRequest) -> dict[str, Any]:
-    """Body of `/inference/v1/generate`."""
+    """Body of `/inference/v1/generate`; it leaves nothing to the server's default sampling parameters."""
     params = request.params
     fields = {
         "max_tokens": max(params.max_tokens, 1),  # vLLM has no 0
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
+        "min_p": params.min_p,
+        "min_tokens": params.min_tokens,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
         "seed": (params.seed + 2**63) % 2**64 - 2**63,  # vLLM's are signed
         "stop": list(params.stop),
         "include_stop_str_in_output": params.include_stop,

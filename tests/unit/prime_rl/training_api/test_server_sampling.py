@@ -22,13 +22,14 @@ from prime_rl.training_api.server_sampling import SamplingServerError, ServerSam
 from prime_rl.training_api.wire import LENGTH
 
 Servers = tuple[Server, Server, RunningServer]
-"""One that samples itself, one that uses an inference server, and the inference server."""
+"""One that samples itself, one that uses an inference server, and this server, whose defaults must have no effect."""
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     root = tmp_path_factory.mktemp("serve")
-    engine = RunningServer(root / "inference", weight_dirs=[root])
+    defaults = {"min_p": 0.5, "min_tokens": 4, "repetition_penalty": 1.5, "extra_body": {"presence_penalty": 1.0}}
+    engine = RunningServer(root / "inference", weight_dirs=[root], sampling=defaults)
     with open_server(root / "own") as own, open_server(root / "remote", sampling={"url": engine.root}) as remote:
         yield own, remote, engine
     engine.stop()
