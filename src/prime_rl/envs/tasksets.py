@@ -25,10 +25,16 @@ from rollouts.training.proxies import exclude_from_proxies
 
 CLOSE_S = 5.0
 SCRIPT = Path(__file__).with_name("taskset_runner.py")
+INFRASTRUCTURE = ("SandboxError", "TunnelError", "InterceptionError")
+"""Errors of verifiers that are not of the task or its code."""
 
 
 class TasksetFailed(Exception):
     """verifiers could not run or score the rollout."""
+
+
+class InfraError(Exception):
+    """What verifiers uses failed, such as a sandbox; see `INFRASTRUCTURE_ERRORS`."""
 
 
 class TasksetEnvironment(PlainEnvironment):
@@ -99,7 +105,8 @@ class TasksetAgent:
         if session.error is not None:
             raise session.error
         if result["error"] is not None and not session.is_overlong:
-            raise TasksetFailed(result["error"])
+            kind = result["error"].partition(":")[0]
+            raise (InfraError if kind in INFRASTRUCTURE else TasksetFailed)(result["error"])
         state["reward"] = result.get("reward", 0.0)
         rollout.metrics = {**rollout.metrics, **result.get("metrics", {})}
         rollout.stop_reason = result.get("stop") or rollout.stop_reason

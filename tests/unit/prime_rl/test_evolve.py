@@ -215,6 +215,7 @@ def test_rollouts_that_fail_on_their_own_count_as_zero(api: FakeApi, tmp_path: P
     [
         ("InternalServerError", True),
         ("RateLimitError", True),
+        ("InfraError", True),
         ("AuthenticationError", True),
         ("WorkerDied", True),
         ("APITimeoutError", False),

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,29 @@ def test_errors_of_group_rewards_are_reported(returned: Any, error: str | None, 
         return
     for rollout in rollouts:
         assert (rollout.reward, rollout.error_type) == (0.0, "RewardError") and re.fullmatch(error, rollout.error or "")
+
+
+@pytest.mark.parametrize(
+    ("chain", "kind", "error"),
+    [
+        ([vf.InfraError("no judge")], "InfraError", "InfraError: no judge"),
+        ([vf.SandboxError(), OSError("gone")], "InfraError", "OSError: gone"),
+        ([vf.ToolCallError(), vf.SandboxError("gone"), OSError("away")], "InfraError", "SandboxError: gone"),
+        ([vf.ToolCallError(), KeyError("name")], "KeyError", "'name'"),
+    ],
+)
+def test_errors_of_sandboxes_are_of_infrastructure(chain: list[Exception], kind: str, error: str) -> None:
+    """Each error is caused by the next; a prompt whose rollouts failed by one of infrastructure is drawn again."""
+
+    class Raising(vf.SingleTurnEnv):
+        async def setup_state(self, state: vf.State) -> vf.State:
+            raise chain[0]
+
+    for effect, cause in pairwise(chain):
+        effect.__cause__ = cause
+    env = VerifiersEnvironment("e", Raising(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric()))
+    [rollout] = anyio.run(env.run_group, env.rows()[0], Wire(), "m", [build_sampling_args(SamplingConfig(), 1)], 0)
+    assert (rollout.failed, rollout.error_type, rollout.error) == (True, kind, error)
 
 
 class Waiting(vf.MultiTurnEnv):

@@ -21,10 +21,10 @@ from rollouts.training.types import Status
 Row = dict[str, Any]
 # Failures that are not retried: permanent ones and timeouts.
 PERMANENT = ("OverlongPrompt", "APITimeoutError", "RolloutTimeout")
-# Failures of servers, not of a prompt or of what the model wrote. A rollout also times out while it waits for a server
-# that is restarted or has too many requests.
+# Failures of servers or, as `InfraError`, of what an environment uses, such as sandboxes; not of a prompt or of what
+# the model wrote. A rollout also times out while it waits for a server that is restarted or has too many requests.
 INFRASTRUCTURE_ERRORS = frozenset(
-    "APIConnectionError APITimeoutError InternalServerError RateLimitError ModelError RolloutTimeout".split()
+    "APIConnectionError APITimeoutError InternalServerError RateLimitError ModelError InfraError RolloutTimeout".split()
 )
 OVERLONG_PHRASES = (
     "maximum context length is",

@@ -231,12 +231,20 @@ def _failure(result: Any) -> tuple[str, str] | None:
         return type(result).__name__, str(result) or repr(result)
     if (error := result.get("error")) is not None:
         cause = error.__cause__ or error
-        return type(cause).__name__, str(cause) or repr(cause)
+        kind, text = type(cause).__name__, str(cause) or repr(cause)
+        return ("InfraError", f"{kind}: {text}") if _is_of_infrastructure(error) else (kind, text)
     if not result["trajectory"]:
         if result.get("prompt_too_long"):
             return "OverlongPrompt", "the prompt is longer than the server's context"
         return "EmptyRollout", "the environment ended the rollout before the first model call"
     return None
+
+
+def _is_of_infrastructure(error: BaseException | None) -> bool:
+    """Whether an error is an `InfraError` of verifiers, as that of a sandbox, or was caused by one."""
+    while error is not None and not any(kind.__name__ == "InfraError" for kind in type(error).__mro__):
+        error = error.__cause__
+    return error is not None
 
 
 def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exception | None) -> Rollout:

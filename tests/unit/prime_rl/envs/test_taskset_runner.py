@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+from fake_transport import Wire
 from pydantic import BaseModel
 
 from prime_rl.envs.taskset_runner import ENDLESS, NO_PROMPT, describe_task, read_tasks
-from prime_rl.envs.tasksets import _build_environment
+from prime_rl.envs.tasksets import TasksetAgent, _build_environment, verifiers_reward
 from rollouts.training.environments.plain import PlainEnvironment
 
 
@@ -73,3 +75,15 @@ def test_no_proxy_is_between_a_taskset_and_the_model(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NO_PROXY", "near.example")
     monkeypatch.delenv("no_proxy", raising=False)
     assert _build_environment("/bin")["no_proxy"] == "near.example,127.0.0.1"
+
+
+@pytest.mark.parametrize(("error", "kind"), [("SandboxError: gone", "InfraError"), ("TaskError: 1", "TasksetFailed")])
+def test_a_failed_sandbox_is_no_failure_of_the_task(error: str, kind: str) -> None:
+    class Process:
+        async def run(self, request: dict[str, Any]) -> dict[str, Any]:
+            return {"error": error}
+
+    environment = PlainEnvironment([{"prompt": "a", "task_number": 0}], verifiers_reward)
+    environment.agent = TasksetAgent(Process())  # type: ignore[arg-type]
+    [rollout] = asyncio.run(environment.run_group(environment.rows()[0], Wire(), "m", [{}]))
+    assert (rollout.error_type, rollout.error) == (kind, error)

@@ -270,6 +270,7 @@ def test_failures_are_dropped_counted_and_bounded(
         (["APIConnectionError", "RolloutTimeout"], "engine_error"),
         (["RolloutTimeout", None], "engine_error"),
         (["RolloutTimeout", "TypeError"], "all_failed"),
+        (["InfraError", "APIConnectionError"], "engine_error"),
         (["WorkerDied", "WorkerDied"], "all_failed"),
         (["TypeError", None], "too_few"),
         ([None, None], "too_few"),
