@@ -124,7 +124,8 @@ def find_single_use(config: RLConfig) -> dict[str, Any]:
 
 
 def build_eval_config(config: RLConfig) -> EvalConfig:
-    """An evaluation config with the environments and the sampling parameters of the run.
+    """An evaluation config with the environments and the sampling parameters of the run, the defaults of its server
+    included, which that of an evaluation does not have.
 
     Published adapters are loaded with the base model of the run, which may be random.
     """
@@ -132,11 +133,16 @@ def build_eval_config(config: RLConfig) -> EvalConfig:
 
     model = config.trainer.model
     debug = model.debug.model_dump() if model.publishes_adapters else {}
+    sampling = config.orchestrator.sampling
+    if config.inference is not None:
+        served = config.inference.sampling
+        changed = {"max_tokens": sampling.max_tokens or served.max_tokens, "stop": sampling.stop or served.stop}
+        sampling = sampling.model_copy(update={**changed, "extra_body": served.extra_body | sampling.extra_body})
     return EvalConfig.model_validate(
         {
             "model": {"name": config.model.name, "debug": debug},
             "env": [env.plain() for env in config.orchestrator.env],
-            "sampling": config.orchestrator.sampling.model_dump(),
+            "sampling": sampling.model_dump(),
             "output_dir": config.output_dir,
         }
     )

@@ -150,6 +150,18 @@ def test_evaluations_load_adapters_with_their_base(tmp_path: Path) -> None:
         assert (debug.random_init, debug.seed) == (expected, 3 if expected else 0), lora
 
 
+def test_the_written_evaluation_samples_as_rollouts() -> None:
+    """The server of an evaluation does not have the defaults of that of the run."""
+    config = parse(
+        *("--inference.sampling.extra-body", '{"ignore_eos": true, "chat_template_kwargs": {"a": 1}}'),
+        *("--inference.sampling.max-tokens", "9", "--inference.sampling.stop", '["x"]'),
+        *("--orchestrator.sampling.extra-body", '{"ignore_eos": false}', "--orchestrator.sampling.temperature", "0.7"),
+    )
+    found = output_dir.build_eval_config(config).sampling
+    assert (found.max_tokens, found.stop, found.temperature) == (9, ["x"], 0.7)
+    assert found.extra_body == {"ignore_eos": False, "chat_template_kwargs": {"a": 1}}
+
+
 def test_a_recorded_run_has_the_group_of_its_directory(tmp_path: Path) -> None:
     config = parse("--output-dir", str(tmp_path), "--wandb", "--orchestrator.wandb", "None")
     path = output_dir.write_configs(config)["rl"]
