@@ -12,6 +12,7 @@ import subprocess
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from rollouts.training.environments import PlainEnvironment
 from rollouts.training.environments.protocol import EnvironmentNotLoaded, Row
 from rollouts.training.proxies import exclude_from_proxies
 
-CLOSE_S = 5.0
+CLOSE_S = 20.0  # running rollouts stop their sandboxes
 SCRIPT = Path(__file__).with_name("taskset_runner.py")
 INFRASTRUCTURE = ("SandboxError", "TunnelError", "InterceptionError")
 """Errors of verifiers that are not of the task or its code."""
@@ -39,6 +40,9 @@ class InfraError(Exception):
 
 class TasksetEnvironment(PlainEnvironment):
     """A taskset; its rows are tasks, its turns and rewards those of verifiers."""
+
+    has_cleanup = True
+    """Sandboxes of running rollouts are stopped when the process ends."""
 
     def __init__(self, process: TasksetProcess, name: str) -> None:
         start = process.start()
@@ -166,7 +170,8 @@ class TasksetProcess:
     def close(self) -> None:
         """End the process."""
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()  # it cancels its rollouts, and ends
+            with suppress(OSError):  # it has ended already
+                self._process.stdin.close()  # it cancels its rollouts, and ends
             try:
                 self._process.wait(CLOSE_S)
             except subprocess.TimeoutExpired:

@@ -376,6 +376,8 @@ def main() -> int:
     except BrokenPipeError:  # the parent was stopped meanwhile
         return 0
     asyncio.run(worker.serve(socket.socket(fileno=work_fd), control))
+    if callable(close := getattr(environment, "close", None)):
+        close()
     return 0
 
 

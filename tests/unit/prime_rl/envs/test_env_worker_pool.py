@@ -466,6 +466,32 @@ def test_workers_with_cleanup_have_longer_to_exit(tmp_path: Path, monkeypatch: p
     assert limits[0] == pytest.approx(CLEANUP_LEAVE_S, abs=1.0) and worker.process.returncode == 0
 
 
+PLAYS_A_TASKSET = """
+import sys
+from pathlib import Path
+from prime_rl.envs import tasksets
+def load_environment(runner):
+    tasksets.SCRIPT = Path(runner)
+    return tasksets.load_environment({"id": "counting"}, sys.executable)
+"""
+STOPS_SANDBOXES = """
+import json, sys, time
+from pathlib import Path
+print(json.dumps({"rows": [{"prompt": "a", "task_number": 0}], "eval_rows": []}), flush=True)
+sys.stdin.read()
+time.sleep(0.5)
+Path(sys.argv[0]).with_name("stopped").touch()
+"""
+
+
+def test_a_taskset_has_time_to_stop_its_sandboxes(tmp_path: Path) -> None:
+    (tmp_path / "plays.py").write_text(PLAYS_A_TASKSET)
+    (tmp_path / "runner.py").write_text(STOPS_SANDBOXES)
+    with open_environments([EnvConfig(id=f"{tmp_path}/plays.py", args={"runner": f"{tmp_path}/runner.py"})]) as found:
+        assert found and not (tmp_path / "stopped").exists()
+    assert (tmp_path / "stopped").exists()
+
+
 def test_workers_import_from_where_their_parent_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty entry of the path would be the worker's own directory."""
     found: list[str] = []
