@@ -49,9 +49,11 @@ class Counting:
         return {seat: -1.0 if seat == loser else 1.0 for seat in "ab"}
 
 
-def play(*script: str, max_tokens: int | None = None, **options: Any) -> tuple[Wire, Rollout]:
+def play(
+    *script: str, max_tokens: int | None = None, seq_len: int | None = None, **options: Any
+) -> tuple[Wire, Rollout]:
     environment = SeatEnvironment([{"prompt": "count"}], lambda row: Counting(), **options)
-    wire = Wire(script=[turn([*encode(text), END]) for text in script])
+    wire = Wire(script=[turn([*encode(text), END]) for text in script], seq_len=seq_len)
     args = [build_sampling_args(SamplingConfig(max_tokens=max_tokens), 0)]
     [rollout] = anyio.run(environment.run_group, environment.rows()[0], wire, "m", args)
     return wire, rollout
@@ -86,6 +88,12 @@ def test_a_frozen_seat_is_played_by_its_model_and_not_trained() -> None:
 def test_an_endless_game_ends_after_max_turns() -> None:
     _, rollout = play("1", "2", "1", "2", max_turns=4)
     assert (rollout.num_turns, rollout.status, rollout.stop_reason) == (4, Status.TRUNCATED, "max_turns")
+
+
+def test_a_game_beyond_the_context_is_truncated() -> None:
+    _, rollout = play("1", "2", "1", "2", seq_len=15)
+    assert (rollout.num_turns, rollout.status, rollout.stop_reason) == (2, Status.TRUNCATED, "prompt_too_long")
+    assert rollout.metrics == {"reward_a": 1.0, "reward_b": -1.0}
 
 
 def test_a_game_with_a_move_cut_off_is_truncated() -> None:

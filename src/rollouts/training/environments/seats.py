@@ -8,7 +8,14 @@ from typing import Any, Protocol
 
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments.plain import PlainEnvironment, add_reasoning, build_request, read_message, read_turn
-from rollouts.training.environments.protocol import RewardError, Row, add_usage, check_reward, open_conversation
+from rollouts.training.environments.protocol import (
+    RewardError,
+    Row,
+    add_usage,
+    check_reward,
+    describe_failure,
+    open_conversation,
+)
 from rollouts.training.seeds import derive_seed
 from rollouts.training.types import Message, Status
 
@@ -27,7 +34,7 @@ class Game(Protocol):
         """Make the move that the seat's answer contains; an invalid one is part of the game, never an exception."""
 
     def rewards(self) -> dict[str, float]:
-        """Reward of every seat; also of a game that `max_turns` ended."""
+        """Reward of every seat; also of a game that was stopped before its end."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,9 @@ class SeatEnvironment(PlainEnvironment):
 
     `start(row)` begins a game. The calls of each seat become samples of their own, with its reward; the advantage
     compares a seat with the same seat of other games. The reward of a rollout is that of its first trained seat, and
-    every seat has a metric `reward_<seat>`. A game of more than `max_turns` moves is truncated; so is one in which the
-    policy's answer was cut off at `max_tokens`, which goes on to its end.
+    every seat has a metric `reward_<seat>`. A game of more than `max_turns` moves is truncated, and one with a later
+    prompt beyond the context of its model; so is one in which the policy's answer was cut off at `max_tokens`, which
+    goes on to its end.
     """
 
     builds_prompts = True
@@ -68,7 +76,7 @@ class SeatEnvironment(PlainEnvironment):
     ) -> None:
         game, frozen, conversations = self.start(row), dict(self.frozen(row)), dict[str, Any]()
         request, completion = build_request(args), list[Message]()
-        num_moves, is_cut = 0, False
+        num_moves, is_cut, reason = 0, False, "max_turns"
         while (seat := game.seat) is not None and num_moves < self.max_turns:
             other = frozen.get(seat)
             if seat not in conversations:
@@ -77,7 +85,13 @@ class SeatEnvironment(PlainEnvironment):
             name = model if other is None else other.model
             if args.get("seed") is not None:
                 request["seed"] = derive_seed(args["seed"], num_moves)
-            answer = await conversations[seat].chat.completions.create(model=name, messages=messages, **request)
+            try:
+                answer = await conversations[seat].chat.completions.create(model=name, messages=messages, **request)
+            except Exception as error:
+                if not num_moves or describe_failure(error)[0] != "OverlongPrompt":
+                    raise
+                reason = "prompt_too_long"
+                break
             choice = answer.choices[0]
             message = add_reasoning(read_message(choice.message), choice.message)
             completion += [*messages[-1:], message] if num_moves else [message]
@@ -92,7 +106,7 @@ class SeatEnvironment(PlainEnvironment):
             game.move(str(message["content"]))
         rollout.completion = completion
         if game.seat is not None:
-            rollout.status, rollout.stop_reason = Status.TRUNCATED, "max_turns"
+            rollout.status, rollout.stop_reason = Status.TRUNCATED, reason
         elif is_cut:
             rollout.status, rollout.stop_reason = Status.TRUNCATED, "length"
         state["rewards"], state["frozen"] = game.rewards(), frozen
