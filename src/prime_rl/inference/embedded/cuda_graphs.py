@@ -141,7 +141,8 @@ class Buffers:
         num, rows = metadata.block_tables.shape
         self.tables[:num, :rows].copy_(torch.from_numpy(metadata.block_tables))
         if self._generation != cache.generation:
-            found = cache.addresses()
+            # Further blocks are those of prompts longer than `max_length`, which are only scored.
+            found = cache.addresses()[:, :, : self.addresses.shape[2]]
             self.addresses[:, :, : found.shape[2]].copy_(found)
             self._generation = cache.generation
 

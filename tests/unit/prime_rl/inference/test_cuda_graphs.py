@@ -615,6 +615,19 @@ def test_paged_steps_equal_eager_steps(interpreted: list[int], monkeypatch: pyte
     assert check_alike(found, run(build_engine(build_model(0, head_dim=16), None), *requests)) == 30
 
 
+def test_decoding_after_a_longer_prompt_was_scored(interpreted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that are only scored may exceed `max_model_len`: no step reads the further blocks that they allocate."""
+    scored = request(draw_prompt(300), max_tokens=0, prompt_logprobs=0)
+    requests = [request(draw_prompt(n), seed=n, max_tokens=6, ignore_eos=True) for n in (9, 100)]
+    recorder = SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step)
+    engine = build_engine(build_model(0, **SMALL), recorder, max_model_len=120)
+    found = run(engine, scored, *requests)
+    assert interpreted and len(engine._blocks.cache.blocks) == 3
+    monkeypatch.undo()
+    expected = run(build_engine(build_model(0, **SMALL), None, max_model_len=120), *requests)
+    assert check_alike(found[1:], expected) == 12
+
+
 def test_paged_steps_under_arrivals_cancellations_and_updates(
     interpreted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
