@@ -65,8 +65,9 @@ class FlashPack:
         window: int | None,
     ) -> Float[Tensor, "tokens heads dim"]:
         """Attend to the last `window` tokens of the sequence; None for all."""
-        is_split = bool(self.parts) and window is None and q.shape[-1] <= CUDNN_HEAD
-        if not is_split or torch.compiler.is_compiling():  # compiled code would specialize on the lengths
+        # Compiled code must not read the parts: it would specialize on their number and lengths.
+        is_split = not torch.compiler.is_compiling() and bool(self.parts) and window is None
+        if not is_split or q.shape[-1] > CUDNN_HEAD:
             return flash_attention(q, k, v, self.ends, self.longest, window)
         if len(self.parts) == 1:
             return self._attend_part(self.parts[0], q, k, v)

@@ -151,9 +151,12 @@ class Attending(nn.Module):
 
 
 def test_flash_attention_compiles_twice_for_any_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for the sizes of the first pack, once for dynamic sizes; the kernel is mocked."""
+    """Once for the sizes of the first pack, once for dynamic sizes, also where cuDNN would compute some sequences in
+    eager mode; the kernel is mocked."""
     from torch._dynamo.testing import CompileCounter
 
+    monkeypatch.setattr(flash_attention, "CUDNN_LENGTH", 5)
+    monkeypatch.setattr(flash_attention, "has_cudnn", lambda device: True)
     monkeypatch.setattr(
         flash_attention, "flash_attention", lambda q, k, v, ends, longest, window: q * longest + ends.sum()
     )
