@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from prime_rl.launcher.gpus import (
 )
 from prime_rl.launcher.output_dir import prepare_output_dir, write_configs
 from prime_rl.launcher.summary import describe_stop, summarize
-from prime_rl.runtime.machine import check_port_free, read_cpu_seconds
+from prime_rl.runtime.machine import SHARED_GPU_VARIABLE, check_port_free, read_cpu_seconds
 from prime_rl.runtime.process import ChildFailed, Supervisor
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir, lock_output_dir
 from prime_rl.runtime.run_page import offer_page
@@ -145,16 +145,21 @@ def start_processes(
     servers = {"inference": gpus.inference, "teacher_inference": gpus.teacher}
     servers = {name: ids for name, ids in servers.items() if name in paths}
     num_compute = num_ranks + len(servers)
+
+    def build_environment(ids: Sequence[int] | None) -> dict[str, str]:
+        shared = {SHARED_GPU_VARIABLE: "1"} if gpus.is_shared(ids) else {}
+        return compute_environment(ids, num_compute, leases) | shared
+
     for name, ids in servers.items():
         argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths[name])]
         # A restarted server rejects requests until the orchestrator has updated it to the current version.
         options = ["--server.wait_for_weights", "true"] if name == "inference" or teacher_follows_policy(config) else []
-        env = compute_environment(ids, num_compute, leases)
+        env = build_environment(ids)
         run.start(name, argv, env=env, max_restarts=config.max_restarts, restart_options=options)
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]
     run.start("orchestrator", argv, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     argv = build_trainer_argv(paths["trainer"], num_ranks // config.trainer.parallel.model_ranks)
-    run.start("trainer", argv, env=compute_environment(gpus.trainer, num_compute, leases))
+    run.start("trainer", argv, env=build_environment(gpus.trainer))
 
 
 def build_trainer_argv(config_path: Path, dp: int) -> list[str]:

@@ -24,6 +24,11 @@ class GpuAssignment:
     inference: tuple[int, ...] | None
     teacher: tuple[int, ...] | None = None
 
+    def is_shared(self, ids: Sequence[int] | None) -> bool:
+        """Whether a process with these GPUs shares one of them with another process."""
+        used = [gpu for own in (self.trainer, self.inference, self.teacher) for gpu in own or ()]
+        return any(used.count(gpu) > 1 for gpu in ids or ())
+
 
 def assign_gpus(config: RLConfig) -> GpuAssignment:
     """The configured GPU ids; default: the first GPUs for inference, the next for training, one shared GPU, or the CPU.

@@ -18,6 +18,9 @@ CONTROL_GROUP, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 FEW_CORES = 4
 """Up to this many cores, use one thread: the processes of a run oversubscribe the cores otherwise."""
 
+SHARED_GPU_VARIABLE = "PRIME_RL_SHARED_GPU"
+"""Set by `rl` for a process that shares its GPU with another process of the run."""
+
 
 def check_port_free(host: str | None, port: int, key: str = "inference.server.port") -> None:
     """Raise `ValueError` naming `key` and a fix if `port` is in use."""

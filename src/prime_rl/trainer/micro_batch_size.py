@@ -9,7 +9,7 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
-from prime_rl.runtime.machine import find_available_memory
+from prime_rl.runtime.machine import SHARED_GPU_VARIABLE, find_available_memory
 from prime_rl.trainer.activations import observe_stored
 from prime_rl.trainer.config import MAX_AUTO_TOKENS
 from prime_rl.trainer.models.moe import pop_expert_load
@@ -25,6 +25,9 @@ MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 
 OVERHEAD = 1.5
 """Peak memory of forward and backward in units of the stored activations: gradients of activations, temporaries."""
+
+SHARED_GPU_PART = 0.625
+"""Part of the free memory of a GPU that counts as free where an engine will take memory later."""
 
 STATE_BYTES = 12
 """Gradient and two moments of a trained parameter in float32, allocated in the first step."""
@@ -114,7 +117,8 @@ def find_free_bytes(device: torch.device) -> float:
     if device.type != "cuda":
         return find_available_memory()
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return float(torch.cuda.mem_get_info(device)[0] + cached)
+    part = SHARED_GPU_PART if SHARED_GPU_VARIABLE in os.environ else 1.0
+    return part * (torch.cuda.mem_get_info(device)[0] + cached)
 
 
 def count_local_ranks(device: torch.device) -> int:

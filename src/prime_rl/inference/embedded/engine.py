@@ -8,6 +8,7 @@ and keeps the cache of running sequences across updates.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -44,7 +45,7 @@ from prime_rl.inference.engine import (
 )
 from prime_rl.inference.grammar import GrammarCompiler, GrammarState
 from prime_rl.runtime.core_lease import MIN_PARAMETERS, CoreLease
-from prime_rl.runtime.machine import find_memory
+from prime_rl.runtime.machine import SHARED_GPU_VARIABLE, find_memory
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import fill_weights
@@ -61,7 +62,8 @@ SmolLM2: it takes half as long as a pass over chunks for 64 tokens, as long for 
 """
 
 MEMORY_SHARE = 4
-"""By default, the KV cache takes at most 1 / MEMORY_SHARE of the memory; of free GPU memory, 3 / MEMORY_SHARE."""
+"""By default, the KV cache takes at most 1 / MEMORY_SHARE of the memory; of the free memory of a GPU that no other
+process of the run uses, 3 / MEMORY_SHARE."""
 
 PREFIX_MEMORY_SHARE = 64
 """By default, the prefix cache takes at most 1 / PREFIX_MEMORY_SHARE of the memory of a machine without a GPU."""
@@ -367,7 +369,8 @@ class EmbeddedEngine(InProcessEngineMixin):
     def _default_cache_tokens(self, max_running: int) -> int:
         """Default cache size in tokens: a fraction of the memory, at most what `max_running` sequences need."""
         if self._decoder.device.type == "cuda":
-            memory = torch.cuda.mem_get_info(self._decoder.device)[0] * 3
+            shares = 1 if SHARED_GPU_VARIABLE in os.environ else 3
+            memory = torch.cuda.mem_get_info(self._decoder.device)[0] * shares
         else:
             memory = find_memory()
         longest = self.model.config.max_position_embeddings + BLOCK

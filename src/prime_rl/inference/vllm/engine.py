@@ -12,7 +12,7 @@ from typing import Any
 from prime_rl.inference.access import read_server_key
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.initial_weights import prepare_model_dir
-from prime_rl.runtime.machine import find_gpus
+from prime_rl.runtime.machine import SHARED_GPU_VARIABLE, find_gpus
 
 CONFIG_VARIABLE = "PRIME_RL_INFERENCE_CONFIG"
 """Passes the config, as JSON, to the plugins in vLLM's processes."""
@@ -20,6 +20,8 @@ MODEL_DIR_VARIABLE = "PRIME_RL_INFERENCE_MODEL_DIR"
 MIDDLEWARE = "prime_rl.inference.vllm.routes.PrimeRoutes"
 WORKER = "prime_rl.inference.vllm.worker.WeightWorker"
 MAX_LOGPROBS = 100
+SHARED_UTILIZATION = 0.4
+"""Share of the memory of a GPU that another process of the run uses as well, of which vLLM would take .9."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """Modules that a trainer adapts. Not the output layer: with LoRA enabled there, vLLM 0.32 crashes on `prompt_logprobs`
@@ -59,6 +61,7 @@ def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None 
         "max_num_batched_tokens": chunk,
         "tensor_parallel_size": parallel.tp,
         "data_parallel_size": parallel.dp if parallel.dp > 1 else None,
+        "gpu_memory_utilization": SHARED_UTILIZATION if SHARED_GPU_VARIABLE in os.environ else None,
         "seed": config.seed,
         "trust_remote_code": model.trust_remote_code or None,
         "generation_config": "vllm",

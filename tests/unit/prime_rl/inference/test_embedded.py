@@ -51,6 +51,7 @@ from prime_rl.inference.engine import (
 )
 from prime_rl.runtime import core_lease
 from prime_rl.runtime.core_lease import CoreLease
+from prime_rl.runtime.machine import SHARED_GPU_VARIABLE
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora, peft_tensors
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
@@ -542,6 +543,15 @@ def test_preempted_sequence_is_recomputed() -> None:
         outputs += [event for event in engine.step() if isinstance(event, Output)] if engine.has_work() else []
     assert engine.stats().preempted > 10
     assert sum(check_exact(output, models) for output in outputs) > 1000
+
+
+def test_the_cache_leaves_memory_of_a_shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EmbeddedEngine(build_model(0))
+    engine._decoder.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4000 * engine._token_bytes, 0))
+    assert engine._default_cache_tokens(256) == 3000
+    monkeypatch.setenv(SHARED_GPU_VARIABLE, "1")
+    assert engine._default_cache_tokens(256) == 1000
 
 
 def test_growing_sequence_preempts_newer_ones() -> None:

@@ -41,6 +41,7 @@ from prime_rl.inference.vllm.worker import (
     list_adapter_tensors,
     list_loaded_tensors,
 )
+from prime_rl.runtime.machine import SHARED_GPU_VARIABLE
 from prime_rl.runtime.tokenizer import load_tokenizer, render_chat, resolve_model_dir
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder
@@ -61,7 +62,7 @@ def value_of(words: list[str], flag: str) -> str:
     return words[len(words) - 1 - words[::-1].index(flag) + 1]
 
 
-def test_the_command_line_of_vllm() -> None:
+def test_the_command_line_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     words = argv(
         parallel={"tp": 2, "dp": 3}, max_batch_size=7, model={"max_model_len": 99, "reasoning_parser": "think"}
     )
@@ -74,6 +75,9 @@ def test_the_command_line_of_vllm() -> None:
     assert "--enforce-eager" in words and "--data-parallel-size" not in argv()
     on_gpu = [build_argv(InferenceConfig(enforce_eager=eager), Path("m"), on_gpu=True) for eager in (False, True)]
     assert ["--enforce-eager" in words for words in on_gpu] == [False, True]
+    assert "--gpu-memory-utilization" not in words
+    monkeypatch.setenv(SHARED_GPU_VARIABLE, "1")
+    assert value_of(argv(), "--gpu-memory-utilization") == "0.4"
     mine = argv(vllm={"max-num-seqs": 3, "enforce_eager": False, "kv_transfer": {"a": 1}, "nothing": None})
     assert value_of(mine, "--max-num-seqs") == "3" and "--no-enforce-eager" in mine and "--enforce-eager" not in mine
     assert value_of(mine, "--kv-transfer") == '{"a": 1}' and "--nothing" not in mine

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from loguru import logger
 
 from prime_rl.config import RLConfig
 from prime_rl.launcher import gpus
-from prime_rl.rl import build_trainer_argv
+from prime_rl.rl import build_trainer_argv, start_processes
 from prime_rl.runtime.core_lease import DIRECTORY_VARIABLE
+from prime_rl.runtime.machine import SHARED_GPU_VARIABLE
 from prime_rl.utils.pydantic_config import parse_argv
 
 
@@ -76,6 +79,20 @@ def test_gpus_are_shared_out(visible: list[int]) -> None:
     assert gpus.compute_environment((0, 1), 3)["CUDA_VISIBLE_DEVICES"] == "0,1"
     with pytest.raises(ValueError, match=r"inference_gpu_ids"):
         gpus.assign_gpus(parse("--inference_gpu_ids", "1,2"))
+
+
+def test_processes_know_whether_they_share_a_gpu() -> None:
+    found: dict[str, dict[str, str]] = {}
+    run: Any = SimpleNamespace(start=lambda name, argv, *, env, **options: found.update({name: env}))
+    paths = dict.fromkeys(("inference", "teacher_inference", "orchestrator", "trainer"), Path("x.toml"))
+    for assignment, shared in (
+        (gpus.GpuAssignment((0,), (0,), (0,)), {"inference", "teacher_inference", "trainer"}),
+        (gpus.GpuAssignment((1,), (0,), (1,)), {"teacher_inference", "trainer"}),
+        (gpus.GpuAssignment((1, 2), (0,), (3,)), set()),
+        (gpus.GpuAssignment(None, None), set()),
+    ):
+        start_processes(run, parse(), paths, assignment, Path("leases"))
+        assert {name for name, env in found.items() if SHARED_GPU_VARIABLE in env} == shared
 
 
 def test_the_trainer_starts_a_rank_per_gpu(visible: list[int]) -> None:

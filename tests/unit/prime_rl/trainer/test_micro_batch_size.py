@@ -13,11 +13,11 @@ from group_of_one import group_of_one
 from loguru import logger
 
 from prime_rl.plan.config import PlanConfig
-from prime_rl.runtime.machine import find_available_memory
+from prime_rl.runtime.machine import SHARED_GPU_VARIABLE, find_available_memory
 from prime_rl.trainer import micro_batch_size
 from prime_rl.trainer.backend import Backend, build_backend, shard_model
 from prime_rl.trainer.config import MAX_AUTO_TOKENS, TrainConfig
-from prime_rl.trainer.micro_batch_size import choose_num_rows, measure_num_rows, measure_row_bytes
+from prime_rl.trainer.micro_batch_size import choose_num_rows, find_free_bytes, measure_num_rows, measure_row_bytes
 from prime_rl.trainer.run import choose_micro_bs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,6 +50,14 @@ def test_rows_are_a_power_of_two_within_memory_and_tokens(
     row_mib: float, free_mib: float, seq_len: int, num_threads: int, rows: int
 ) -> None:
     assert choose_num_rows(row_mib * 2**20, free_mib * 2**20, seq_len, "cpu", num_threads) == rows
+
+
+def test_an_engine_takes_memory_of_a_shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"mem_get_info": (700, 1000), "memory_reserved": 150, "memory_allocated": 50}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert find_free_bytes(torch.device("cuda")) == 800
+    monkeypatch.setenv(SHARED_GPU_VARIABLE, "1")
+    assert find_free_bytes(torch.device("cuda")) == 500
 
 
 def test_stored_bytes_grow_with_length_and_layers(tmp_path: Path) -> None:
