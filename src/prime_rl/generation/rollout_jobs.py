@@ -51,15 +51,15 @@ async def run_rows(
     numbers: Sequence[Sequence[int]],
     config: GenerationConfig,
     endpoint: ModelEndpoint,
-    on_rollouts: OnRollouts = lambda index, numbers, rollouts: None,
-) -> list[list[Rollout]]:
-    """Run rollouts `numbers[i]` of each row i; `on_rollouts` is called when all rollouts of a row are finished.
+    on_rollouts: OnRollouts,
+) -> None:
+    """Run rollouts `numbers[i]` of each row i; `on_rollouts` gets those of a row when all of them are finished.
 
+    They are not kept: their tokens and log-probs take many times the memory of their texts.
     The seed of a request is a hash of (seed, example, rollout), independent of concurrency and of other examples.
     """
     limiter = anyio.CapacityLimiter(max(1, config.max_concurrent // max(1, *map(len, numbers))))
     seed = config.seed if config.sampling.seed is None else config.sampling.seed
-    groups: list[list[Rollout]] = [[] for _ in rows]
 
     async def run_group(index: int) -> None:
         async with limiter:
@@ -68,14 +68,13 @@ async def run_rows(
                 build_request(config.sampling, sample_seed(seed, index, number), client.base_url, endpoint.model)
                 for number in numbers[index]
             ]
-            groups[index] = await environment.run_group(rows[index], client, endpoint.model, args, config.max_retries)
-        on_rollouts(index, numbers[index], groups[index])
+            rollouts = await environment.run_group(rows[index], client, endpoint.model, args, config.max_retries)
+        on_rollouts(index, numbers[index], rollouts)
 
     async with anyio.create_task_group() as tasks:
         for index in range(len(rows)):
             if numbers[index]:
                 tasks.start_soon(run_group, index)
-    return groups
 
 
 async def run_environment(
@@ -83,7 +82,13 @@ async def run_environment(
 ) -> list[list[Rollout]]:
     """All rollouts of each evaluation example, in example order."""
     rows = choose_rows(environment, env, config)
-    return await run_rows(environment, rows, [range(config.num_rollouts(env))] * len(rows), config, endpoint)
+    groups: list[list[Rollout]] = [[] for _ in rows]
+
+    def keep(index: int, numbers: Sequence[int], rollouts: list[Rollout]) -> None:
+        groups[index] = rollouts
+
+    await run_rows(environment, rows, [range(config.num_rollouts(env))] * len(rows), config, endpoint, keep)
+    return groups
 
 
 def build_request(

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,6 +190,27 @@ def test_max_concurrent_bounds_the_rollouts_in_flight() -> None:
     assert environment.most == 4
     with pytest.raises(ConfigError, match="max_concurrent"):
         parse("--rollouts_per_example", "5", "--max_concurrent", "4")
+
+
+def test_finished_rollouts_are_not_kept_in_memory(tmp_path: Path) -> None:
+    class Group(list[Rollout]):
+        """A list that may be referenced weakly."""
+
+    class Watching(Echo):
+        def __init__(self) -> None:
+            super().__init__(8)
+            self.made: list[weakref.ref[Group]] = []
+            self.most_kept = 0
+
+        async def run_group(self, *args: Any, **options: Any) -> list[Rollout]:
+            self.most_kept = max(self.most_kept, sum(group() is not None for group in self.made))
+            group = Group(await super().run_group(*args, **options))
+            self.made.append(weakref.ref(group))
+            return group
+
+    environment = Watching()
+    assert run_echo(parse("--max_concurrent", "1", "--output_dir", str(tmp_path)), environment)["rollouts"] == 8
+    assert environment.most_kept <= 1
 
 
 def test_environment_metrics() -> None:
