@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +84,16 @@ def _loosen(value: Any) -> Any:
     return {key: _loosen(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def to_row(result: Result, env: str, model: str) -> dict[str, Any]:
-    """One line of the data set: a conversation with loss on the completion, and its origin."""
+def to_row(result: Result, env: str, model: str, template_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """One line of the data set: a conversation with loss on the completion, and its origin.
+
+    `template_kwargs`: those of the requests, with which `sft` renders the same prompt.
+    """
     row: dict[str, Any] = {"prompt": result.prompt, "completion": _trim_completion(result.completion)}
     if result.tools:
         row["tools"] = result.tools
+    if template_kwargs:
+        row["chat_template_kwargs"] = template_kwargs
     origin = {"env": env, "example_id": result.example_id, "rollout_idx": result.rollout_idx, "model": model}
     return row | origin | {"reward": result.reward}
 

@@ -74,7 +74,8 @@ async def synthesize_environment(
     resume_log = run.open_resume_log(folder, env, endpoint, config.model.name, config.split)
     groups = await run_missing(run, resume_log, environment, rows, env, endpoint)
     verdicts = choose_results(groups, config.keep)
-    write_rows(root, name, groups, verdicts, config.model.name)
+    template_kwargs = config.sampling.extra_body.get("chat_template_kwargs")
+    write_rows(root, name, groups, verdicts, config.model.name, template_kwargs)
     summary = summarize(groups, verdicts) | {"time": resume_log.elapsed}
     if not resume_log.reported:
         run.monitor.log({f"synthesize/{name}/{key}": value for key, value in summary.items()}, 0)
@@ -85,7 +86,12 @@ async def synthesize_environment(
 
 
 def write_rows(
-    root: Path, name: str, groups: Sequence[Sequence[Result]], verdicts: Sequence[Sequence[FilterVerdict]], model: str
+    root: Path,
+    name: str,
+    groups: Sequence[Sequence[Result]],
+    verdicts: Sequence[Sequence[FilterVerdict]],
+    model: str,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the data set `<env>.jsonl`, and all results with verdicts to `rollouts/<env>/results.jsonl`."""
     import msgspec
@@ -95,7 +101,7 @@ def write_rows(
     file, pairs = name.replace("/", "_"), list(_pairs(groups, verdicts))
     all_rows = [msgspec.structs.asdict(result) | {"verdict": verdict} for result, verdict in pairs]
     _write_whole(_find_rollouts(root) / file / "results.jsonl", all_rows)
-    kept = [to_row(result, name, model) for result, verdict in pairs if verdict is FilterVerdict.KEPT]
+    kept = [to_row(result, name, model, template_kwargs) for result, verdict in pairs if verdict is FilterVerdict.KEPT]
     _write_whole(root / f"{file}.jsonl", kept)
 
 

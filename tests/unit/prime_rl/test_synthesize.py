@@ -27,6 +27,7 @@ from prime_rl.synthesize.rows import FilterVerdict, choose_results, to_row
 from prime_rl.synthesize.synthesize import synthesize, synthesize_environment, write_rows
 from prime_rl.utils.client import build_clients
 from prime_rl.utils.monitor import build_monitor
+from rollouts.training.agent_integration import Rollout
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.rows import iter_rows
 from rollouts.training.datasets.sft import read_conversation, render_conversation
@@ -103,6 +104,30 @@ def test_row_ends_with_last_model_message() -> None:
     row = to_row(Result(prompt="p", completion=output, reward=0.5, example_id=3), "env", "m")
     assert row["completion"] == output[:1] and "tools" not in row
     assert (row["env"], row["example_id"], row["reward"], row["model"]) == ("env", 3, 0.5, "m")
+
+
+def test_rows_have_the_template_arguments_of_requests(tmp_path: Path) -> None:
+    """With others, `sft` would render another prompt, such as one that asks for reasoning."""
+    prompt, output = [{"role": "user", "content": "abc"}], [{"role": "assistant", "content": "cba"}]
+
+    class Environment:
+        id = "reverse"
+
+        def rows(self, split: str = "train") -> list[dict[str, Any]]:
+            return [{"prompt": prompt, "example_id": 0}]
+
+        async def run_group(self, *args: Any, **options: Any) -> list[Rollout]:
+            return [Rollout(prompt=prompt, completion=output, reward=1.0)]
+
+    for given in ({}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        values = {"sampling": {"extra_body": given}, "model": {"name": "m"}, "output_dir": tmp_path}
+        config, environment = SynthesizeConfig.model_validate(values), Environment()
+        run = GenerationRun(config, {"reverse-text": environment}, build_monitor(tmp_path, "synthesize"))
+        endpoint = ModelEndpoint([SimpleNamespace(base_url="http://localhost:1/v1")], "m")
+        anyio.run(synthesize_environment, run, config, config.env[0], environment, endpoint)
+        run.close_resume_logs(remove=True)
+        [row] = iter_rows(str(tmp_path / "synthesize"))
+        assert read_conversation(row, 0).template_kwargs == given.get("chat_template_kwargs", {})
 
 
 @pytest.fixture
