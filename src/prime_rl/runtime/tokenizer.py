@@ -36,6 +36,9 @@ HUB_CODE_FILES = ("*.py", "*.tiktoken")
 SECOND_WEIGHTS = ["consolidated*.safetensors", "*/*.safetensors"]
 """The same weights in the form of the publisher's own programs, such as those of Mistral and gpt-oss."""
 
+READ_BESIDE_WEIGHTS = ("*config.json", "tokenizer*", "chat_template*")
+"""Other files of a model that its completions depend on."""
+
 WRITTEN_BY_A_RUN = re.compile(r"(^|/)weights/step_\d+/?$")
 ASSETS_DIR = Path(__file__).resolve().parents[1] / "assets"
 MAX_DIFFERENT_TOKENS = 0.01
@@ -159,9 +162,10 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 
 def fingerprint_model(name: str) -> list[str]:
-    """Name, size and modification time of each weight file of a local model; empty for any other name."""
+    """Name, size and modification time of each file of a local model that is read; empty for any other name."""
     path = Path(name).expanduser()
-    files = [path] if path.is_file() else find_weight_files(path)
+    others = {file for pattern in READ_BESIDE_WEIGHTS for file in path.glob(pattern)}
+    files = [path] if path.is_file() else [*find_weight_files(path), *sorted(others)]
     return [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
 
 

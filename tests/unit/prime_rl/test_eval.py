@@ -363,6 +363,18 @@ def test_changed_environment_code_reuses_nothing(tmp_path: Path) -> None:
     assert sum(f"The rollouts in {kept} are of other settings or other code" in line for line in lines) == 1
 
 
+def test_a_changed_chat_template_reuses_nothing(tmp_path: Path) -> None:
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.parent.mkdir()
+    config = parse("--model.name", str(template.parent), "--output_dir", str(tmp_path))
+    for text, num_requested in (("{{ a }}", 6), ("{{ a }}", 0), ("{{ a }}{{ b }}", 6)):
+        if not (template.exists() and template.read_text() == text):
+            template.write_text(text)
+        environment = Counting()
+        run_echo(config, environment, remove=False)
+        assert len(environment.requested) == num_requested
+
+
 @pytest.mark.parametrize("kind", ["ConnectionError", "APITimeoutError", "RolloutTimeout", "OverlongPrompt"])
 def test_failures_are_retried_by_the_same_command(tmp_path: Path, kind: str) -> None:
     """Also after a longer timeout: a rollout that finishes within it does not depend on it."""

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_the_library_is_a_model(tie: bool, tmp_path: Path) -> No
     backend = PyTorchTrainingBackend(theirs, torch.optim.AdamW(theirs.parameters()), grpo_loss, tmp_path)
     directory = anyio.run(backend.save_checkpoint, 1, {})
     check_weights(directory, random_init=False)
-    assert [line.split()[0] for line in fingerprint_model(str(directory))] == ["pytorch_model.bin"]
+    assert fingerprint_model(str(directory))[0].startswith("pytorch_model.bin ")
     ours, named = load_decoder(directory), dict(theirs.named_parameters())
     assert all(torch.equal(tensor, named[name]) for name, tensor in tensor_names(ours).items())
     (directory / "pytorch_model.bin").write_bytes(b"damaged")
