@@ -146,7 +146,7 @@ async def evaluate_environment(
 ) -> dict[str, float]:
     """Run the missing rollouts of one environment, write the results and return the summary."""
     from prime_rl.eval.envs import summarize, warn_unscored
-    from prime_rl.eval.results import results_dir, write_results
+    from prime_rl.eval.results import FILES, read_model, results_dir, write_results
     from prime_rl.generation.rollout_jobs import choose_rows
     from prime_rl.generation.session import run_missing
     from rollouts.training.steps import step_path
@@ -157,6 +157,7 @@ async def evaluate_environment(
     resume_log = run.open_resume_log(folder, env, endpoint, model)
     groups = await run_missing(run, resume_log, environment, rows, env, endpoint)
     summary = summarize(groups, config.num_rollouts(env), config.pass_threshold) | {"time": resume_log.elapsed}
+    run.archive_results(read_model(folder), model, [folder / file for file in FILES])
     write_results(folder, groups, summary, config, endpoint)
     if not resume_log.reported:
         run.monitor.log({f"eval/{name}/{key}": value for key, value in summary.items()}, version)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from prime_rl.runtime.run_dir import RunDir
+from rollouts.training.json_files import read_json_file
 from rollouts.training.metrics import append_jsonl
 from rollouts.training.steps import step_path
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from prime_rl.generation.rollout_jobs import ModelEndpoint
 
 Summaries = dict[tuple[str, int], dict[str, float]]
+FILES = ("results.jsonl", "results.parquet", "summary.json")
+"""Results of an environment, in the order in which they are written."""
 JSON_COLUMNS = ("prompt", "completion", "answer", "tools")
 """Columns with values of varying types, stored as JSON text in parquet."""
 
@@ -32,6 +35,15 @@ def results_dir(config: EvalConfig, name: str, version: int) -> Path:
     return RunDir(config.output_dir).eval_dir(name, None if config.weights_dir is None else version)
 
 
+def read_model(folder: Path) -> str | None:
+    """The model of the results in `folder`; None without results."""
+    try:
+        model: str | None = read_json_file(folder / FILES[-1]).get("model")
+    except (OSError, ValueError):  # none, or not readable
+        return None
+    return model
+
+
 def write_results(
     folder: Path,
     groups: Sequence[Sequence[Result]],
@@ -39,7 +51,7 @@ def write_results(
     config: EvalConfig,
     endpoint: ModelEndpoint,
 ) -> None:
-    """Write results.jsonl, results.parquet and summary.json, replacing those of an earlier evaluation."""
+    """Write `FILES`, replacing those of an earlier evaluation."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_to_row(result) for group in groups for result in group]
     temporary = folder / ".results"

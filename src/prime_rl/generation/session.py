@@ -6,7 +6,7 @@ start server (for a local model) + load environments --> work --> remove resume 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +79,13 @@ class GenerationRun:
             "sampling": config.sampling.model_dump(),
             "seed": config.seed,
         }
+
+    def archive_results(self, found: str | None, model: str, files: Iterable[Path]) -> None:
+        """Move results to `attempts/N` if they are of another model, `found`: those of `model` would replace them."""
+        from loguru import logger
+
+        if found not in (None, model) and (folder := RunDir(self.config.output_dir).archive(files)) is not None:
+            logger.info(f"The earlier results, of {found}, moved to {folder}")
 
     def report_failures(self, name: str, groups: Sequence[Sequence[Result]]) -> None:
         """Log the number of failed rollouts and the last error; `AllRolloutsFailed` if there are no others."""

@@ -66,14 +66,18 @@ async def synthesize_environment(
     from prime_rl.generation.session import run_missing
     from prime_rl.synthesize.rows import choose_results
     from rollouts.training.environments.protocol import require_row_prompts
+    from rollouts.training.metrics import load_jsonl
 
     require_row_prompts(environment, "synthesize cannot write its games as conversations of one model")
     name, root = env.name or env.id, RunDir(config.output_dir).synthesize
     rows = choose_rows(environment, env, config, config.split)
-    folder = _find_rollouts(root) / name.replace("/", "_")
+    file = name.replace("/", "_")
+    folder, data = _find_rollouts(root) / file, root / f"{file}.jsonl"
     resume_log = run.open_resume_log(folder, env, endpoint, config.model.name, config.split)
     groups = await run_missing(run, resume_log, environment, rows, env, endpoint)
     verdicts = choose_results(groups, config.keep)
+    found = next(load_jsonl(data), {}).get("model")
+    run.archive_results(found, config.model.name, [data, folder / "results.jsonl"])
     template_kwargs = config.sampling.extra_body.get("chat_template_kwargs")
     write_rows(root, name, groups, verdicts, config.model.name, template_kwargs)
     summary = summarize(groups, verdicts) | {"time": resume_log.elapsed}

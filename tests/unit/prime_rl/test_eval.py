@@ -21,7 +21,7 @@ from prime_rl.configuration.sections import GenerationEnvConfig, SamplingConfig
 from prime_rl.eval import envs
 from prime_rl.eval.config import EvalConfig
 from prime_rl.eval.eval import EvalJob, build_job, evaluate, evaluate_environment, iter_endpoints, server_options
-from prime_rl.eval.results import format_metrics, format_row, write_results
+from prime_rl.eval.results import FILES, format_metrics, format_row, read_model, write_results
 from prime_rl.generation import rollout_jobs
 from prime_rl.generation.model_server import build_server_argv, start_server
 from prime_rl.generation.resume_log import Result, to_result
@@ -244,6 +244,15 @@ def test_results_summary_and_metrics_are_written(tmp_path: Path) -> None:
     assert rows[0]["eval/reverse-text/avg@2"] == summary["avg@2"]
     assert rows[0]["eval/reverse-text/metrics/exact_match"] == summary["metrics/exact_match"]
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_results_of_another_model_are_kept(tmp_path: Path) -> None:
+    for name in ("first", "first", "second"):
+        run_echo(parse("--output_dir", str(tmp_path), "--model.name", name), Echo())
+    [folder] = (tmp_path / "attempts").iterdir()
+    kept, new = (place / "evals" / "reverse-text" for place in (folder, tmp_path))
+    assert read_model(kept) == "first" and read_model(new) == "second"
+    assert {path.name for path in kept.iterdir()} == {path.name for path in new.iterdir()} == set(FILES)
 
 
 def test_parquet_has_same_rows(tmp_path: Path) -> None:

@@ -166,6 +166,16 @@ def test_an_interrupted_split_is_not_reused_for_the_other(api: FakeApi, tmp_path
         assert len(api.requests) == num_requests
 
 
+def test_data_of_another_model_are_kept(api: FakeApi, tmp_path: Path) -> None:
+    api.reply = lambda body: "yes"
+    for name in ("first", "first", "second"):
+        [row] = make_data("single", api, tmp_path, model={"name": name})[1]
+        assert row["model"] == name
+    [folder] = (tmp_path / "attempts").iterdir()
+    assert [row["model"] for row in load_jsonl(folder / "synthesize" / "single.jsonl")] == ["first"]
+    assert [path.name for path in (folder / "synthesize" / "rollouts" / "single").iterdir()] == ["results.jsonl"]
+
+
 def test_games_of_several_seats_are_refused(tmp_path: Path) -> None:
     config = SynthesizeConfig.model_validate({"env": [{"id": "nim"}], "model": {"name": "m"}, "output_dir": tmp_path})
     game, anything = load_environment("nim"), SimpleNamespace()
