@@ -164,7 +164,7 @@ class MultiTurnClient:
 
     async def create_completion(self, *, extra_body: Body | None = None, **request: Any) -> Any:
         """As `client.completions.create`."""
-        body = self._build_body(request, extra_body)
+        body = {"max_tokens": None, **self._build_body(request, extra_body)}  # without the field, servers take 16
         text = body.get("prompt")
         if not body.get("return_token_ids") or not isinstance(text, str):
             return self._count(await self._client.generate("/completions", body))

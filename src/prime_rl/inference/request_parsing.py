@@ -371,10 +371,10 @@ def _parse_logprobs(body: Json, chat: bool) -> tuple[int, bool]:
 
 
 def _parse_limit(body: Json, chat: bool, lowest: int) -> int | None:
-    """Maximum number of completion tokens. None in a chat: unlimited; OpenAI's default for completions is 16."""
+    """Maximum number of completion tokens; None: unlimited. A completion without the field has OpenAI's default, 16."""
     limit = read_integer(body, "max_completion_tokens", Range(None, lowest)) if chat else None
     limit = limit if limit is not None else read_integer(body, "max_tokens", Range(None, lowest))
-    return 16 if limit is None and not chat else limit
+    return 16 if not chat and "max_tokens" not in body else limit
 
 
 def _parse_stream_options(body: Json, stream: bool) -> bool:

@@ -146,6 +146,12 @@ def continue_text(wire: Wire, text: str, *stop: str) -> list[int]:
     return anyio.run(main)
 
 
+def test_text_without_a_limit_has_that_of_the_context() -> None:
+    wire = Wire(script=[turn([65])])
+    continue_text(wire, "aA b")
+    assert [body["max_tokens"] for path, body in wire.seen if path == "/completions"] == [None, None]
+
+
 def test_plain_completions_go_on_as_tokens_too() -> None:
     assert continue_text(Wire(script=[turn([49, 50])]), "a12 34") == [ord("a"), 49, 50, ord(" "), PAIR + 34]
 

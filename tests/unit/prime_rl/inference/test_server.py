@@ -597,12 +597,13 @@ def test_only_configured_sampling_applies_to_requests() -> None:
         ({"min_tokens": 16}, {"max_tokens": 8}, (8, 8)),
         ({"min_tokens": 16}, {"max_tokens": 0, "prompt_logprobs": 0}, (0, 0)),
         ({"min_tokens": 20}, {}, (16, 16)),
+        ({}, {"max_tokens": None}, (0, 99)),
         ({"min_tokens": 4, "max_tokens": 9}, {"min_tokens": 12}, (12, 12)),
         ({"min_tokens": 4}, {"max_tokens": 9}, (4, 9)),
     ],
 )
 def test_default_numbers_of_tokens_fit_the_request(
-    defaults: dict[str, int], given: dict[str, int], expected: tuple[int, int]
+    defaults: dict[str, int], given: dict[str, int | None], expected: tuple[int, int]
 ) -> None:
     body = with_defaults(given, defaults, chat=False)
     params = parse_request(body, chat=False, max_new_tokens=99, vocab=320, default_seed=lambda: 0).params
