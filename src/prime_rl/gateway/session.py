@@ -119,7 +119,7 @@ class Session:
         return last[:start], [self._add_reasoning(last[: i + 1]) for i in range(start, len(last))]
 
     def _add_reasoning(self, messages: list[Message]) -> Message:
-        """The last one of these messages, with its reasoning if the engine wrote it.
+        """The last one of these messages, with its reasoning if the engine wrote it; no loss on another assistant's.
 
         Of equal answers, it is the one with the most of these messages before it: a history may be shortened.
         """
@@ -129,7 +129,9 @@ class Session:
             return _count_common_end(known, messages), -len(known), number
 
         ended = self._written.get(encode_exact(messages[-1]))
-        return messages[-1] if ended is None else self._reasoned[max(ended, key=likeness)]
+        if ended is None:
+            return messages[-1] | ({"weight": 0} if messages[-1]["role"] == "assistant" else {})
+        return self._reasoned[max(ended, key=likeness)]
 
     def _build_body(self, request: ChatRequest) -> dict[str, Any]:
         body = dict(self._sampling_args)

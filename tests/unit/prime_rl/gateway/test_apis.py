@@ -353,6 +353,21 @@ def test_equal_answers_keep_their_own_reasoning(start: int, stop: int, expected:
     assert "".join(message.get("reasoning_content", "") for message in completion) == expected
 
 
+def test_messages_that_an_agent_wrote_have_no_loss() -> None:
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        stock, messages = stock_openai(session, http), [USER]
+        for text in ("one", "of the agent"):
+            await stock.chat.completions.create(model="m", messages=messages)
+            messages = [*messages, {"role": "assistant", "content": text}, USER]
+        await stock.chat.completions.create(model="m", messages=messages)
+        return session
+
+    completion = serve(RecordedClient("one", "two", "three"), work).split_last()[1]
+    answers = [message for message in completion if message["role"] == "assistant"]
+    assert [message["content"] for message in answers] == ["one", "of the agent", "three"]
+    assert [message.get("weight") for message in answers] == [None, 0, None]
+
+
 def test_an_edited_history_is_counted() -> None:
     async def work(session: Session, http: httpx.AsyncClient) -> Session:
         stock = stock_openai(session, http)
