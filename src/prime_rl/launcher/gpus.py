@@ -85,6 +85,11 @@ def assign_visible_gpus(config: RLConfig, visible: Sequence[int]) -> GpuAssignme
             f"trainer.parallel needs {parallel.num_ranks} ranks but inference leaves {len(free)} of {len(visible)} "
             "GPUs: lower trainer.parallel.dp"
         )
+    if config.weight_broadcast.type == "nccl" and training[0] in serving:
+        raise ValueError(
+            f'weight_broadcast.type = "nccl" between processes that share GPU {training[0]}, which NCCL refuses: use '
+            '"filesystem" or "gloo"'
+        )
     teaching: tuple[int, ...] = ()
     if config.teacher_inference is not None:
         left = [gpu for gpu in visible if gpu not in (*serving, *training)]

@@ -81,6 +81,15 @@ def test_gpus_are_shared_out(visible: list[int]) -> None:
         gpus.assign_gpus(parse("--inference_gpu_ids", "1,2"))
 
 
+def test_weights_do_not_pass_by_nccl_on_a_shared_gpu(visible: list[int]) -> None:
+    config = parse("--weight_broadcast.type", "nccl")
+    visible[:] = [0, 1]
+    assert gpus.assign_gpus(config) == gpus.GpuAssignment((1,), (0,))
+    visible[:] = [3]
+    with pytest.raises(ValueError, match=r'share GPU 3, which NCCL refuses: use "filesystem" or "gloo"'):
+        gpus.assign_gpus(config)
+
+
 def test_processes_know_whether_they_share_a_gpu() -> None:
     found: dict[str, dict[str, str]] = {}
     run: Any = SimpleNamespace(start=lambda name, argv, *, env, **options: found.update({name: env}))
