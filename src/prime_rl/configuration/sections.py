@@ -370,6 +370,12 @@ class GenerationModelConfig(BaseConfig):
     exact: bool | None = None
     """Exact mode of a model served by this command (inference.exact); unset: on for a CPU."""
 
+    tool_call_parser: Literal["hermes", "llama"] = "hermes"
+    """Tool call format of a model served by this command (inference.model.tool_call_parser)."""
+
+    reasoning_parser: Literal["think"] | None = None
+    """think: a model served by this command returns text between <think> tags as reasoning_content."""
+
     debug: DebugModelConfig = DebugModelConfig()
 
 

@@ -92,6 +92,9 @@ def build_server_argv(config: GenerationConfig, options: Mapping[str, Any]) -> l
         settings["model.dtype"] = config.model.dtype
     if config.model.exact is not None:
         settings["exact"] = str(config.model.exact).lower()
+    settings["model.tool_call_parser"] = config.model.tool_call_parser
+    if config.model.reasoning_parser is not None:
+        settings["model.reasoning_parser"] = config.model.reasoning_parser
     arguments = [argument for key, value in (settings | dict(options)).items() for argument in (f"--{key}", str(value))]
     return [sys.executable, "-m", "prime_rl.inference.server", *arguments]
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 OR_CLEAN = ", or remove its steps with --clean"
 SINGLE_USE = ("clean", "open")
 """Options of `rl` for one start, beside those of its trainer (`TrainerConfig.find_single_use`)."""
+SERVED = ("max_model_len", "tool_call_parser", "reasoning_parser")
+"""Keys of the server's model that change completions or how they are read."""
 
 
 def prepare_output_dir(config: RLConfig) -> None:
@@ -124,23 +126,26 @@ def find_single_use(config: RLConfig) -> dict[str, Any]:
 
 
 def build_eval_config(config: RLConfig) -> EvalConfig:
-    """An evaluation config with the environments and the sampling parameters of the run, the defaults of its server
-    included, which that of an evaluation does not have.
+    """An evaluation config with the environments and the sampling parameters of the run.
+
+    What the run's server adds to requests and reads from completions is included: that of an evaluation has defaults.
 
     Published adapters are loaded with the base model of the run, which may be random.
     """
     from prime_rl.eval.config import EvalConfig
 
-    model = config.trainer.model
-    debug = model.debug.model_dump() if model.publishes_adapters else {}
-    sampling = config.orchestrator.sampling
+    trained, sampling = config.trainer.model, config.orchestrator.sampling
+    model: dict[str, Any] = {"name": config.model.name}
+    if trained.publishes_adapters:
+        model["debug"] = trained.debug.model_dump()
     if config.inference is not None:
         served = config.inference.sampling
+        model |= {name: getattr(config.inference.model, name) for name in SERVED}
         changed = {"max_tokens": sampling.max_tokens or served.max_tokens, "stop": sampling.stop or served.stop}
         sampling = sampling.model_copy(update={**changed, "extra_body": served.extra_body | sampling.extra_body})
     return EvalConfig.model_validate(
         {
-            "model": {"name": config.model.name, "debug": debug},
+            "model": model,
             "env": [env.plain() for env in config.orchestrator.env],
             "sampling": sampling.model_dump(),
             "output_dir": config.output_dir,

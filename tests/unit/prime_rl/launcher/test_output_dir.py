@@ -8,6 +8,7 @@ import pytest
 
 from prime_rl.config import RLConfig
 from prime_rl.eval.config import EvalConfig
+from prime_rl.generation.model_server import build_server_argv
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.launcher import output_dir
 from prime_rl.rl import prepare_output_dir
@@ -151,13 +152,25 @@ def test_evaluations_load_adapters_with_their_base(tmp_path: Path) -> None:
 
 
 def test_the_written_evaluation_samples_as_rollouts() -> None:
-    """The server of an evaluation does not have the defaults of that of the run."""
+    """The server of an evaluation does not have the settings of that of the run."""
     config = parse(
+        *(
+            "--seq-len",
+            "64",
+            "--inference.model.tool-call-parser",
+            "llama",
+            "--inference.model.reasoning-parser",
+            "think",
+        ),
         *("--inference.sampling.extra-body", '{"ignore_eos": true, "chat_template_kwargs": {"a": 1}}'),
         *("--inference.sampling.max-tokens", "9", "--inference.sampling.stop", '["x"]'),
         *("--orchestrator.sampling.extra-body", '{"ignore_eos": false}', "--orchestrator.sampling.temperature", "0.7"),
     )
-    found = output_dir.build_eval_config(config).sampling
+    evaluation = output_dir.build_eval_config(config)
+    argv = build_server_argv(evaluation, {})
+    options = ("max_model_len", "tool_call_parser", "reasoning_parser")
+    assert [argv[argv.index(f"--model.{key}") + 1] for key in options] == ["64", "llama", "think"]
+    found = evaluation.sampling
     assert (found.max_tokens, found.stop, found.temperature) == (9, ["x"], 0.7)
     assert found.extra_body == {"ignore_eos": False, "chat_template_kwargs": {"a": 1}}
 
