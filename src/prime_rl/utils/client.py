@@ -342,24 +342,30 @@ class InferenceClient:
     ) -> bytes:
         """Send a request below `base_url` and return the body; bounded retries, then an error of `openai`.
 
-        A server that is unreachable or not ready may be restarting, so it is retried for `reconnect_s` seconds; one
-        that limits the rate of requests as long as a response may take. Retries use the same seed, so the response does
-        not change.
+        A server that is unreachable or not ready may be restarting, so it is retried for `reconnect_s` seconds after
+        the first failure; one that limits the rate of requests as long as a response may take. Retries use the same
+        seed, so the response does not change.
         """
         data = b"" if body is None else msgspec.json.encode(body)
         started = time.monotonic()
-        patient_until = started + (self.reconnect_s if max_retries else 0.0)
         limited_until = started + (timeout_s or self.timeout_s if max_retries else 0.0)
+        patience_s = self.reconnect_s if max_retries else 0.0
+        lost: float | None = None  # not `started`: the server may have computed for longer before
+
+        def is_gone() -> bool:
+            nonlocal lost
+            lost = time.monotonic() if lost is None else lost
+            return time.monotonic() >= lost + patience_s
+
         for attempt in itertools.count():
             spent = attempt >= max_retries
-            gone = time.monotonic() >= patient_until
             wait_s = min(RETRY_AFTER_S * 2 ** min(attempt, 8), LONGEST_RETRY_S)
             try:
                 reply = await self._pool.request(method, self._path + path, data, self.headers, timeout_s)
             except TimeoutError as error:
                 raise _no_answer("APITimeoutError", self.base_url + path, str(error)) from error
             except ConnectionError as error:
-                if spent and gone:
+                if is_gone() and spent:
                     raise _no_answer("APIConnectionError", self.base_url + path, str(error)) from error
             else:
                 if reply.status < 300:
@@ -368,7 +374,7 @@ class InferenceClient:
                     wait_s = _find_limit_wait(reply, attempt)
                     if time.monotonic() + wait_s >= limited_until or read_cause(reply.body).type == NO_QUOTA:
                         raise _bad_status(reply, self.base_url + path)
-                elif reply.status not in RETRIED_STATUS or (spent and (gone or reply.status != NOT_READY)):
+                elif reply.status not in RETRIED_STATUS or ((is_gone() or reply.status != NOT_READY) and spent):
                     raise _bad_status(reply, self.base_url + path)
             await asyncio.sleep(wait_s)
         raise AssertionError("unreachable")

@@ -211,6 +211,27 @@ def test_a_server_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -
         anyio.run(ask, InferenceClient(f"http://127.0.0.1:{free_port()}/v1", reconnect_s=0.05))
 
 
+def test_patience_begins_with_the_loss_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that had run for longer than reconnect_timeout is sent again like others, with its seed."""
+    client, now = InferenceClient("http://127.0.0.1:1/v1", reconnect_s=300), 0.0
+
+    async def request(*_: Any) -> http.Reply:
+        nonlocal now
+        now = max(now, 400.0)
+        if now < 690:
+            raise ConnectionError("gone")
+        return http.Reply(200, b"done")
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(client._pool, "request", request)
+    monkeypatch.setattr("prime_rl.utils.client.asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("prime_rl.utils.client.time", SimpleNamespace(monotonic=lambda: now))
+    assert anyio.run(client.request, "POST", "/chat/completions") == b"done"
+
+
 def test_too_slow_is_not_sent_twice(engine: FakeEngine) -> None:
     engine.latency_s = 3
     with pytest.raises(openai.APITimeoutError):
