@@ -259,6 +259,25 @@ def test_connections_are_kept_shared_and_limited(engine: FakeEngine) -> None:
     anyio.run(main)
 
 
+def test_a_server_whose_machine_is_gone_is_noticed(engine: FakeEngine) -> None:
+    """It closes no connection, and a response may take long: the system asks whether it is still there."""
+
+    async def main() -> None:
+        pool = HttpPool(engine.base_url, max_connections=1, timeout_s=20)
+        await pool.request("GET", "/health")
+        transport = pool._idle[0]._transport
+        assert transport is not None
+        connection = transport.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+            idle_s, interval_s, count = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+            assert idle_s + interval_s * count <= ClientConfig().reconnect_timeout
+        await pool.close()
+
+    anyio.run(main)
+
+
 @contextlib.contextmanager
 def raw_server(answers: list[bytes]) -> Iterator[str]:
     """Answers each request on each connection with the next bytes, then closes that connection."""
