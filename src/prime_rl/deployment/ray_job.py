@@ -133,10 +133,8 @@ def run(plan: RayPlan) -> int:
     try:
         return supervise(plan, hosts, ray.get, ray.exceptions.RayActorError)
     finally:
-        try:
-            ray.get([host.stop.remote() for host in hosts], timeout=2 * GRACE_S)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            _log(f"Lost a node: {error}")
+        stops = [host.stop.remote() for host in hosts]
+        ray.wait(stops, num_returns=len(stops), timeout=2 * GRACE_S)  # `get` ends with that of a lost node
         remove_placement_group(group)
 
 

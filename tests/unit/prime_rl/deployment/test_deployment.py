@@ -15,14 +15,16 @@ import stat
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prime_rl.config import RLConfig
-from prime_rl.deployment import kubernetes, ray, slurm
+from prime_rl.deployment import kubernetes, ray, ray_job, slurm
 from prime_rl.deployment.config import LocalDeployment, NodesConfig
 from prime_rl.deployment.launch import build_files, deploy, show_files, write_files
 from prime_rl.deployment.layout import KEY_VARIABLE, Layout, Task, build_scripts, run_tool
@@ -644,3 +646,39 @@ def test_a_lost_node_of_optional_servers_is_left_out(
     tasks = [RayTask("work", "w", [0], 1, True), RayTask("server", "s", [1], 1, False, is_optional)]
     plan = RayPlan("auto", 1, [{"CPU": 1}] * 2, str(tmp_path), str(tmp_path), {}, tasks)
     assert supervise(plan, [Direct(Ended()), Direct(Lost())], get, ConnectionError) == code
+
+
+def test_ray_job_stops_the_tasks_beside_a_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their actors, without which nothing would end their processes, stay until then."""
+    events: list[str] = []
+
+    def fail() -> None:
+        raise ConnectionError
+
+    def get(found: Any, timeout: float | None = None) -> None:
+        for stop in found:
+            stop()
+
+    def wait(stops: Any, num_returns: int, timeout: float) -> None:
+        assert num_returns == len(stops)
+        for stop in stops:
+            with suppress(ConnectionError):
+                stop()
+
+    stops = iter([fail, lambda: events.append("stopped")])
+    actor = SimpleNamespace(stop=SimpleNamespace(remote=lambda: next(stops)))
+    errors = SimpleNamespace(RayActorError=ConnectionError, GetTimeoutError=TimeoutError)
+    host = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: actor))
+    modules = {
+        "ray": SimpleNamespace(init=lambda **_: None, get=get, wait=wait, remote=lambda _: host, exceptions=errors),
+        "ray.util.placement_group": SimpleNamespace(
+            placement_group=lambda *_, **__: SimpleNamespace(ready=lambda: ()),
+            remove_placement_group=lambda _: events.append("removed"),
+        ),
+        "ray.util.scheduling_strategies": SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *_: None),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(ray_job, "supervise", lambda *_: 1)
+    assert ray_job.run(RayPlan("auto", 1, [{"CPU": 1}] * 2, "", "", {}, [])) == 1
+    assert events == ["stopped", "removed"]
