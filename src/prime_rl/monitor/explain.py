@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -17,6 +18,9 @@ from prime_rl.telemetry.busy_intervals import Interval
 
 Lanes = Mapping[str, Sequence[tuple[str, float, float, int]]]
 """Process -> (what, start, end, step), times in seconds."""
+
+SERVER = re.compile(r"inference(_\d+)?")
+"""Processes of the policy's servers; those of a deployment have numbers."""
 
 IDLE_SHARE = 0.2
 """Idle time below this share is normal pipeline overhead."""
@@ -193,7 +197,7 @@ def _stalls(lanes: Lanes, orchestrator: Mapping[str, Series], config: Mapping[st
     if trainer is None or len(steady) < MIN_EVIDENCE:
         return []
     waits = trainer.get("wait_for_batch", 0.0)
-    engine = shares.get("inference", {}).get("generate")
+    engine = _mean_share_of_servers(shares, "generate")
     stalls = _shares_of_steps(orchestrator, "time/slots_exhausted")
     level = (config.get("orchestrator") or {}).get("max_async_level")
     used = _mean(orchestrator, "batch/off_policy_level/max")
@@ -214,7 +218,8 @@ def _stalls(lanes: Lanes, orchestrator: Mapping[str, Series], config: Mapping[st
     elif exceeds(stalls, IDLE_SHARE):
         advice = "the trainer is the bottleneck: more ranks (trainer.parallel.dp) or a larger trainer.micro_bs"
     findings = [Finding("pipeline stalls", text, advice)]
-    publish, update = trainer.get("broadcast_weights", 0.0), shares.get("inference", {}).get("update_weights", 0.0)
+    publish = trainer.get("broadcast_weights", 0.0)
+    update = _mean_share_of_servers(shares, "update_weights") or 0.0
     if publish + update > IDLE_SHARE:
         findings.append(
             Finding(
@@ -224,6 +229,11 @@ def _stalls(lanes: Lanes, orchestrator: Mapping[str, Series], config: Mapping[st
             )
         )
     return findings
+
+
+def _mean_share_of_servers(shares: Mapping[str, Mapping[str, float]], what: str) -> float | None:
+    found = [activities.get(what, 0.0) for process, activities in shares.items() if SERVER.fullmatch(process)]
+    return fmean(found) if any(found) else None
 
 
 def find_symptoms(joined: Mapping[str, Series], kind: RunKind) -> list[Finding]:

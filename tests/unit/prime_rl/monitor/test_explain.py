@@ -48,6 +48,19 @@ def test_explanations_name_stalls_and_fixes() -> None:
     assert findings_text([]) == "no complete step yet"
 
 
+def test_the_servers_of_a_deployment_are_the_engine() -> None:
+    lanes = {
+        "trainer": [("wait_for_batch", 10.0 * s, 10.0 * s + 4, s) for s in range(1, 9)]
+        + [("forward_backward", 10.0 * s + 4, 10.0 * s + 10, s) for s in range(1, 9)],
+        "inference_0": [("generate", 10.0 * s, 10.0 * s + 6, s) for s in range(1, 9)],
+        "inference_1": [("update_weights", 10.0 * s, 10.0 * s + 5, s) for s in range(1, 9)],
+        "teacher_inference_0": [("generate", 10.0 * s, 10.0 * s + 10, s) for s in range(1, 9)],
+    }
+    text = findings_text(explain({}, lanes, {}))
+    assert "the engine generates 30% of it" in text and "raise max_async_level" in text
+    assert "loading takes the engine 25% of the time" in text
+
+
 def test_no_advice_without_evidence_beyond_the_noise() -> None:
     def text(values: list[float]) -> str:
         series = {"is_truncated/mean": list(enumerate(values, 1)), "reward/mean": list(enumerate(values, 1))}
