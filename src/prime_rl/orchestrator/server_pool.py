@@ -139,7 +139,8 @@ class ServerPool:
     async def start(self) -> None:
         """Wait until enough servers are ready, then load and verify the live version on them.
 
-        A resumed run loads it on every server: another run may have left weights of the same version number.
+        A resumed run loads it on every server, and every run on those that come later: another run may have left
+        weights of the same version number.
         """
         self._foreign = set(range(self.num_servers)) if self.version.live else set()
         health: dict[int, Health] = {}
@@ -161,6 +162,7 @@ class ServerPool:
             await run_concurrently(wait, range(self.num_servers))
         since = anyio.current_time()
         self.unreachable |= {i: (since, "not started yet") for i in range(self.num_servers) if i not in health}
+        self._foreign |= self.unreachable.keys()
         await run_concurrently(load, sorted(health))
         while self.is_below_minimum:
             await anyio.sleep(HEALTH_CHECK_INTERVAL_S)

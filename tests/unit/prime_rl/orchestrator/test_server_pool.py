@@ -272,6 +272,20 @@ async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_a_late_server_loads_whatever_it_has(tmp_path: Path) -> None:
+    """Another run may have left weights with the number of the version that is live by then."""
+    pool = Servers(tmp_path, 3, 2)
+    late = pool.servers[1]
+    late.there = False
+    await pool.server_pool.start()
+    await pool.publish(1)
+    late.there, late.version = True, 1
+    for _ in range(2):
+        await pool.server_pool.recover(await pool.server_pool.check_servers())
+    assert late.loads == [1] and not pool.server_pool.unreachable
+
+
+@pytest.mark.anyio
 async def test_server_lost_in_its_first_load_may_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Servers(tmp_path, 3, 2)
     lost, absent = pool.servers[1:]
