@@ -12,7 +12,9 @@ from nanochat import gpt
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf_format import export_model, from_hf, to_hf
 from nanochat.tokenizer import NanochatTokenizer
+from prime_rl.inference.embedded import prepared_decoder
 from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.inference.engine import GenerationRequest, SamplingParams
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import tensor_names
@@ -114,7 +116,17 @@ def test_the_engine_reports_the_log_probs_of_the_trainer(directory: Path, exact:
             expected, _ = compute_head_logprobs(
                 hidden[rows], decoder.lm_head.weight, torch.tensor(output.token_ids), temperature, cap=15.0
             )
-        torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0, atol=0 if exact else 1e-5)
+
+
+def test_logits_of_the_engine_on_a_gpu_are_wide(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of the trainer: in bfloat16 a logit of 8 is off by up to 1/32."""
+    monkeypatch.setattr(prepared_decoder, "widens", lambda x: x.dtype == torch.float16)
+    monkeypatch.setattr(prepared_decoder, "multiply_wide", lambda x, weight, out: x.float() @ weight.float().T)
+    decoder = PreparedDecoder(load_decoder(directory, dtype=torch.float16), False, torch.float16)
+    hidden = torch.randn(40, 32, generator=torch.Generator().manual_seed(0)).half()
+    expected = 15 * torch.tanh(hidden.float() @ decoder.model.lm_head.weight.float().T / 15)
+    torch.testing.assert_close(decoder.logits(hidden), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1 << 24, 60])

@@ -135,7 +135,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         )
         self._adapters = Adapters(model, decoder.arithmetic)
         can_verify = decoder.fused is not None and graphs is None
-        head = decoder.head.kernel if decoder.head is not None and can_verify else None
+        head = decoder.head.kernel if can_verify else None
         drafter = Drafter(self._adapters, StepCosts.of_head(head)) if speculation and head is not None else None
         pads = decoder.prefill_kernels is None
         budget = max_num_batched_tokens or (PADDED_TOKENS if pads else FLASH_TOKENS)

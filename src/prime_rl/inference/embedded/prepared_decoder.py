@@ -39,6 +39,7 @@ from rollouts.kernels.linear import multiply_wide, widens
 from rollouts.kernels.onednn import pack_weight, packed_linear, uses_onednn
 from rollouts.kernels.select import find_kernels, gpu_kernels
 from rollouts.training.numerics import ONEDNN_MIN_ROWS, min_rows, repeat_last
+from rollouts.training.rl_losses.logprobs import cap_logits
 from rollouts.training.tensor_files import copy_tensor
 
 
@@ -386,10 +387,7 @@ class PreparedDecoder:
         self._rope: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         self.fused: FusedDecoder | None = None
         self.layers: list[PreparedLayer] = []
-        self.head: PackedLinear | None = None
         self._addresses: list[int] = []
-        if model.config.logit_cap is not None:  # `CausalLM.logits` of the model applies it
-            return
         weight_dtype = weight_dtype or dtype
         self.head = PackedLinear(["lm_head"], [model.lm_head], exact_sums, weight_dtype)
         if self.uses_model_forward:
@@ -416,8 +414,6 @@ class PreparedDecoder:
 
         Weights packed by neither oneDNN nor a kernel keep their memory.
         """
-        if self.head is None:
-            return
         size = max(product.scratch_size for product in self._products)
         scratch = torch.empty(size, dtype=self.dtype)  # one for all, since fresh memory costs page faults
         for layer in self.layers:
@@ -432,8 +428,7 @@ class PreparedDecoder:
 
     @property
     def _products(self) -> list[PackedLinear]:
-        products = [product for layer in self.layers for product in layer.products]
-        return products if self.head is None else [*products, self.head]
+        return [*(product for layer in self.layers for product in layer.products), self.head]
 
     def addresses(self, length: int) -> list[int]:
         """Addresses of all tensors that a step reads, for positions below `length`, except the cache."""
@@ -483,14 +478,13 @@ class PreparedDecoder:
         """Compute next-token logits, in `out` if it is given; pads to the minimum number of rows."""
         rows = hidden.shape[0]
         hidden = repeat_last(hidden, self.min_rows)
-        if self.head is None:
-            logits = self.model.logits(hidden)
-        elif self._has_wide_logits and (changes is None or not changes.changes_module("lm_head")):
+        if self._has_wide_logits and (changes is None or not changes.changes_module("lm_head")):
             logits = multiply_wide(hidden, cast(Tensor, self.head.weight), out if rows == len(hidden) else None)
         else:
             logits = self.head(hidden, None)
         if changes is not None:
             changes.change([("lm_head", 0, logits.shape[1])], hidden, logits)
+        logits = cap_logits(logits, self.model.config.logit_cap)
         return logits[:rows] if out is None or logits is out else out.copy_(logits[:rows])
 
     @property
@@ -500,7 +494,7 @@ class PreparedDecoder:
 
     @property
     def _has_wide_logits(self) -> bool:
-        return self.head is not None and self.head.bias is None and widens(self.model.embedding())
+        return self.head.bias is None and widens(self.model.embedding())
 
     def rope(self, length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Tables of cos and signed sin for positions below `length`."""
