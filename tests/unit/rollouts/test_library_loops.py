@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from rollouts.training.loops.rl_loop import (
     run_rl_training,
 )
 from rollouts.training.loops.sft_loop import prepare_sft_batch, run_sft_training
-from rollouts.training.loops.stepping import merge_rows
+from rollouts.training.loops.stepping import merge_rows, run_step
 from rollouts.training.metrics import JSONLLogger
 from rollouts.training.rl_losses import grpo_loss, ppo_loss
 from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager, NoTrainableGroupsError
@@ -115,6 +116,15 @@ def test_a_sample_that_is_refused_is_named(tmp_path: Path) -> None:
         run(run_sft_training, build_backend(tmp_path), samples, SFTTrainingConfig(1, 2))
 
 
+def test_sft_learns_tokens_however_they_were_sampled(tmp_path: Path) -> None:
+    plain, sampled = build_samples(4), build_samples(4)
+    for sample, temperature in zip(sampled, (0.0, 0.5, 1.0, 2.0), strict=True):
+        sample.temperature, sample.sampling_support = temperature, b"\0" * len(sample.tokens)
+    config = SFTTrainingConfig(2, 4)
+    rows = [run(run_sft_training, build_backend(tmp_path), samples, config) for samples in (plain, sampled)]
+    assert rows[0] == rows[1]
+
+
 def test_micro_batches_change_nothing(tmp_path: Path) -> None:
     samples = build_samples(7)
     whole = run(run_sft_training, build_backend(tmp_path / "a"), samples, SFTTrainingConfig(3, 6))
@@ -126,9 +136,14 @@ def test_micro_batches_change_nothing(tmp_path: Path) -> None:
 
 def test_a_refused_micro_batch_leaves_no_gradient(tmp_path: Path) -> None:
     backend, samples = build_backend(tmp_path), build_samples(2)
-    samples[1].temperature = 0.0
-    with pytest.raises(ValueError, match="temperature 0"):
-        run(run_sft_training, backend, samples, SFTTrainingConfig(1, 2, micro_batch_size=1))
+
+    def collate(part: Sequence[Sample]) -> dict[str, torch.Tensor]:
+        if part[0] is samples[1]:
+            raise ValueError("refused")
+        return prepare_sft_batch(part)
+
+    with pytest.raises(ValueError, match="refused"):
+        run(run_step, backend, samples, collate, 1)
     samples[0].loss_mask = [0.0] * len(samples[0].tokens)
     [row] = run(run_sft_training, backend, samples[:1], SFTTrainingConfig(1, 1))
     assert row["skipped"] == 1 and row["grad_norm"] == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.loops.stepping import (
     Row,
@@ -73,7 +75,10 @@ def next_samples(buffer: DataBuffer, samples: Sequence[Sample], num_samples: int
 
 
 def prepare_sft_batch(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Padded `input_ids`, shifted `labels`, `loss_mask` and further streams, see `batching.pad_samples`."""
+    """Padded `input_ids`, shifted `labels`, `loss_mask` and further streams, see `batching.pad_samples`.
+
+    Tokens are learned as they are, whatever temperature and filters they were sampled with.
+    """
     from rollouts.training.batching import pad_samples
 
-    return pad_samples(samples)
+    return pad_samples([structs.replace(sample, temperature=1.0, sampling_support=b"") for sample in samples])
