@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from nanochat.chat_client import is_scored
 from nanochat.engine import Engine, Request
 from nanochat.gpt import GPT
 from nanochat.tokenizer import NanochatTokenizer
@@ -82,7 +83,7 @@ class PrimeIntellectRLAdapter:
         scoring = self.environment.run_group(self._find_row(messages), _Saying(response), "nanochat", [{}])
         with ThreadPoolExecutor(1) as thread:  # the caller may be inside an event loop, as in a notebook
             [rollout] = thread.submit(asyncio.run, scoring).result()
-        if rollout.failed:
+        if not is_scored(rollout):
             raise ValueError(f"the environment could not score this: {rollout.error}")
         return rollout.reward
 

@@ -526,6 +526,30 @@ def test_the_adapter_scores(adapter: PrimeIntellectRLAdapter) -> None:
         adapter.compute_reward([{"role": "user", "content": "Who?"}], "x")
 
 
+BROKEN = """
+from environments.nanochatAquaRat import nanochatAquaRat
+
+def load_broken(**arguments):
+    env = nanochatAquaRat.load_environment(**arguments)
+    env.rubric.add_reward_func(broken)
+    return env
+
+def broken(completion, **kwargs):
+    raise KeyError("no score")
+"""
+
+
+def test_the_adapter_gives_no_reward_without_a_function(
+    adapter: PrimeIntellectRLAdapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rewards.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    broken = PrimeIntellectRLAdapter(adapter.model, adapter.tokenizer, "own_rewards:load_broken", adapter.env_args)
+    row = broken.load_environment().get_dataset()[0]
+    with pytest.raises(ValueError, match="could not score this: broken: KeyError: 'no score'"):
+        broken.compute_reward(row["prompt"], f"Answer: {row['answer']}")
+
+
 def test_the_adapter_scores_inside_an_event_loop(adapter: PrimeIntellectRLAdapter) -> None:
     async def score() -> float:
         return adapter.compute_reward(adapter.load_environment().get_dataset()[0]["prompt"], "I do not know")
