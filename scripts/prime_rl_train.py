@@ -106,6 +106,7 @@ class Trainer:
         self.client = ChatClient(Engine(served, self.tokenizer, dtype=dtype), generating, config.max_new_tokens)
         self.eval_client = ChatClient(Engine(self.model, self.tokenizer, dtype=dtype), self.learning)
         self.evaluation: dict[str, float] = {}
+        """Of the current weights; empty if they were not evaluated."""
         self.resumed_run: str | None = None
         """Name of the run whose checkpoint was resumed."""
 
@@ -131,6 +132,7 @@ class Trainer:
         """Exchange samples with the other ranks, credit them, take the step; also the seconds of the exchange."""
         from rollouts.training.advantages import assign_advantages
 
+        self.evaluation = {}
         began = time.perf_counter()
         everything = exchange(samples, self.ranks)
         exchange_s = time.perf_counter() - began

@@ -79,6 +79,15 @@ def test_a_new_run_moves_earlier_checkpoints_aside(base: Path) -> None:
     assert complete_steps(own) == [1, 2] and complete_steps(own / "attempts" / "1") == [1, 2, 3]
 
 
+def test_checkpoints_have_the_evaluation_of_their_weights(base: Path) -> None:
+    own, runs = base / "prime_rl_checkpoints" / "d1", base / "prime_rl_runs" / "dummy"
+    train("--max_steps=3", "--eval_every=2")
+    saved = [json.loads((own / f"step_{step}" / "metadata.json").read_text())["evaluation"] for step in (1, 2, 3)]
+    rows = [json.loads(line) for line in (runs / "metrics.jsonl").read_text().splitlines()[1:]]
+    logged = [{k.removeprefix("eval/"): v for k, v in row.items() if k.startswith("eval/")} for row in rows]
+    assert saved == logged and [bool(scores) for scores in saved] == [False, True, True]
+
+
 def test_runs_do_not_mix_their_metrics(base: Path) -> None:
     own = base / "prime_rl_runs" / "dummy"
 
