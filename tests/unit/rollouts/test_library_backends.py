@@ -587,6 +587,7 @@ def test_factory(tmp_path: Path) -> None:
     assert parse_dtype("bfloat16") is torch.bfloat16 and compute_device_map_single_gpu("cpu", 3) is None
     for call, sentence in [
         (lambda: parse_dtype("int8"), "dtype 'int8'"),
+        (lambda: parse_dtype("float16"), "dtype 'float16' is not one of bfloat16, float32"),
         (lambda: compute_device_map_single_gpu("tpu", 0), "device_type 'tpu'"),
         (lambda: compute_device_map_single_gpu("cuda", 99), "gpu_rank 99"),
         (lambda: compute_device_map_single_gpu("cpu", -1), "gpu_rank -1"),

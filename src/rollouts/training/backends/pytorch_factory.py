@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.rl_losses import aggregate_tokens, compute_label_logprobs, mean_over
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEVICE_TYPES = ("cuda", "cpu", "mps")
 LEAST_HALF_LR = 5e-5
 """Below it, most updates of weights in half precision are rounded away: numbers of about 0.02, usual for weights, are
@@ -79,7 +79,7 @@ def create_backend_with_scheduler(
 
 
 def parse_dtype(dtype_str: str) -> torch.dtype:
-    """bfloat16, float32 or float16."""
+    """bfloat16 or float32. In float16 the epsilon of AdamW is 0, and weights become NaN."""
     if dtype_str not in DTYPES:
         raise ValueError(f"dtype {dtype_str!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[dtype_str]
