@@ -118,7 +118,7 @@ class PrimeRLTrainConfig(BaseConfig):
     """Resume exactly from the last prime_rl checkpoint of this model."""
     device: str = "auto"
     """auto, cpu or cuda."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    dtype: Literal["bfloat16", "float32"] | None = None
     """Compute dtype; unset: bfloat16 on a GPU, float32 on a CPU."""
     device_batch_size: int = Field(8, ge=1)
     """Maximum sequences per forward pass and rank."""

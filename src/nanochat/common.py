@@ -19,7 +19,7 @@ from rollouts.training.backends.ranks import Ranks
 
 log = logging.getLogger("nanochat")
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 RENDEZVOUS_S = 300
 
 

@@ -193,6 +193,7 @@ def test_a_model_is_named_with_its_tag_and_step(tmp_path: Path) -> None:
         (["--distributed.find-unused-parameters"], "gradients travel in one message"),
         (["--model=gpt2"], "nanochat-SOURCE"),
         (["--num_samples=0"], "num_samples"),
+        (["--dtype=float16"], "dtype"),
     ],
 )
 def test_mistakes_are_reported_with_a_fix(argv: list[str], output: str) -> None:
