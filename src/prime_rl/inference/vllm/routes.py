@@ -31,7 +31,7 @@ from prime_rl.inference.vllm.weights import WeightUpdater
 from prime_rl.inference.weight_dirs import check_step, parse_directory
 from prime_rl.inference.weight_receiver import init_broadcast, parse_version
 from prime_rl.runtime.tokenizer import load_tokenizer
-from prime_rl.transport.weights import is_adapter
+from prime_rl.transport.weights import ADAPTER_WEIGHTS_FILE, is_adapter
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
@@ -51,6 +51,8 @@ class PrimeRoutes:
         self.model_dir = Path(os.environ[MODEL_DIR_VARIABLE])
         self.weights = WeightUpdater(self.config, self.model_dir)
         self.num_requests = 0
+        self.loaded: dict[str, tuple[Path, int]] = {}
+        """Names of adapters, also of unloaded ones, with the directory and modification time of their weights."""
         self._hosts = build_hosts(self.config.server)
         self._limited: BodyLimit | None = None
         self._key = read_api_key("server.api_key_var", self.config.server.api_key_var)
@@ -270,7 +272,13 @@ async def load_lora_adapter(routes: PrimeRoutes, request: Request, client: Any) 
         await asyncio.to_thread(read_adapter, directory, routes.weights.version)  # vLLM itself verifies nothing
     except (ValueError, OSError) as error:
         raise ApiError(str(error), param="lora_path") from error
-    return await _use_loras(request, "load", lora_name=body.get("lora_name"), lora_path=str(directory))
+    name, files = str(body.get("lora_name")), (directory, (directory / ADAPTER_WEIGHTS_FILE).stat().st_mtime_ns)
+    reply = await _use_loras(request, "load", lora_name=body.get("lora_name"), lora_path=str(directory))
+    # Other weights under a known name: vLLM would use keys of the earlier ones, and running requests have some.
+    if routes.loaded.setdefault(name, files) != files:
+        routes.loaded[name] = files
+        await client.reset_prefix_cache(reset_running_requests=True)
+    return reply
 
 
 async def unload_lora_adapter(routes: PrimeRoutes, request: Request, client: Any) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -563,6 +564,33 @@ def test_adapter_becomes_policy_without_loading_a_model(
         assert client.calls[2] == f"compare {MODEL_DIR.name}"
 
     talk(app, use)
+
+
+def test_a_reloaded_adapter_finds_no_keys_of_earlier_files(
+    routes: tuple[Starlette, FakeClient, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, client, root = routes
+
+    async def load(request: Any) -> str:
+        client.calls.append(f"load {request.lora_name} {Path(request.lora_path).name}")
+        return "Success"
+
+    class Fields(SimpleNamespace):
+        model_fields = ("load_inplace",)
+
+    protocol = SimpleNamespace(LoadLoRAAdapterRequest=Fields)
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.serve.lora", SimpleNamespace(protocol=protocol))
+    app.state.vllm_config = SimpleNamespace(lora_config=object())
+    app.state.openai_serving_models = SimpleNamespace(load_lora_adapter=load)
+    paths = [publish_adapter(root, step) for step in (1, 1, 2, 1)]
+    times = [1, 1, 1, 2]
+    for path, modified in zip(paths, times, strict=True):
+        os.utime(path / "adapter_model.safetensors", (modified, modified))
+        body = {"lora_name": "mine", "lora_path": str(path)}
+        reply = talk(app, lambda http, body=body: http.post("/v1/load_lora_adapter", json=body))
+        assert reply.status_code == 200
+    first, other = "load mine step_1", "load mine step_2"
+    assert client.calls == [first, first, other, "reset True", first, "reset True"]
 
 
 def test_every_adapter_matrix_is_verified(tmp_path: Path) -> None:
