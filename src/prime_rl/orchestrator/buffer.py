@@ -213,22 +213,28 @@ class PromptBuffer:
             "seed": self.seed,
             "fingerprint": self.fingerprint,
             "envs": [[env.name, env.cursor, env.num_drawn, env.pool_rows(), env.pool_draws()] for env in self.envs],
+            "shares": self._list_shares(),
             "strikes": sorted([position, count] for position, count in self._num_failures.items() if count),
             "rewards": sorted(self._rewards.items()),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a saved state; `ValueError` if it belongs to other prompts."""
+        """Restore a saved state; `ValueError` if it belongs to other prompts.
+
+        Draws of a run with other shares do not count: what has a larger share now would get all draws until it has
+        that of the whole run.
+        """
         if state["fingerprint"] != self.fingerprint:
             names = ", ".join(str(entry[0]) for entry in state["envs"])
             raise ValueError(
                 f"the checkpoint belongs to other prompts (environments {names}): resume with the same environments, "
                 "arguments and order"
             )
-        self.seed = state["seed"]
+        self.seed, shares = state["seed"], self._list_shares()
+        is_same = state.get("shares", shares) == shares  # states of earlier versions have none
         for env, (_, cursor, num_drawn, pools, *draws) in zip(self.envs, state["envs"], strict=True):
-            env.cursor, env.num_drawn = cursor, num_drawn
-            counts = draws[0] if draws else {}  # states of earlier versions have none: shares count from here on
+            env.cursor, env.num_drawn = cursor, num_drawn if is_same else 0
+            counts = draws[0] if draws and is_same else {}  # without them shares count from here on
             env.num_offered = Counter({pool: offered for pool, (offered, _) in counts.items()})
             env.num_pool_drawn = Counter({pool: drawn for pool, (_, drawn) in counts.items()})
             env.pools = {PromptPool(pool): dict.fromkeys(rows) for pool, rows in pools.items()}
@@ -237,6 +243,10 @@ class PromptBuffer:
         self._num_failures = Counter(dict(state["strikes"]))
         rewards = dict(state["rewards"]).items()
         self._rewards = {at: reward for at, reward in rewards if self._env_of(at).name not in self.references}
+
+    def _list_shares(self) -> list[float]:
+        """The ratios of the environments and the fractions of the pools, JSON-ready."""
+        return [*(env.ratio for env in self.envs), self.config.easy_fraction, self.config.hard_fraction]
 
     def _hash_prompts(self) -> str:
         """Hash over names and rows."""

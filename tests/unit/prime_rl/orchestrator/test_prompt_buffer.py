@@ -182,6 +182,18 @@ def test_state_without_pool_draws_loads() -> None:
     assert draw(resumed, 4).count("a0") == 2
 
 
+def test_changed_shares_count_from_the_resume_on() -> None:
+    buffer = make({"a": 50, "b": 50}, env_ratios=[1.0, 1.0], easy_threshold=0.9)
+    draw(buffer, 60)
+    buffer.record_outcomes([Outcome(0, 1.0), Outcome(1, 1.0)])
+    draw(buffer, 40)
+    resumed = make({"a": 50, "b": 50}, env_ratios=[3.0, 1.0], easy_threshold=0.9, easy_fraction=0.25)
+    resumed.load_state(json.loads(json.dumps(buffer.save_state())))
+    drawn = draw(resumed, 16)
+    assert Counter(prompt[0] for prompt in drawn) == {"a": 12, "b": 4}
+    assert sum(prompt in ("a0", "a1") for prompt in drawn) == 3
+
+
 def test_quarantine_after_failed_groups() -> None:
     buffer = make({"a": 2, "b": 1})
     buffer.record_outcomes([Outcome(0, None, DropReason.ALL_FAILED)])
