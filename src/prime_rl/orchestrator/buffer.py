@@ -232,14 +232,16 @@ class PromptBuffer:
             )
         self.seed, shares = state["seed"], self._list_shares()
         is_same = state.get("shares", shares) == shares  # states of earlier versions have none
+        thresholds = {PromptPool.EASY: self.config.easy_threshold, PromptPool.HARD: self.config.hard_threshold}
         for env, (_, cursor, num_drawn, pools, *draws) in zip(self.envs, state["envs"], strict=True):
             env.cursor, env.num_drawn = cursor, num_drawn if is_same else 0
             counts = draws[0] if draws and is_same else {}  # without them shares count from here on
             env.num_offered = Counter({pool: offered for pool, (offered, _) in counts.items()})
             env.num_pool_drawn = Counter({pool: drawn for pool, (_, drawn) in counts.items()})
             env.pools = {PromptPool(pool): dict.fromkeys(rows) for pool, rows in pools.items()}
-            if env.name in self.references:  # states of earlier versions have some
-                env.pools |= {PromptPool.EASY: {}, PromptPool.HARD: {}}
+            for pool, threshold in thresholds.items():
+                if threshold is None or env.name in self.references:  # nothing would ever leave it
+                    env.pools[pool] = {}
         self._num_failures = Counter(dict(state["strikes"]))
         rewards = dict(state["rewards"]).items()
         self._rewards = {at: reward for at, reward in rewards if self._env_of(at).name not in self.references}

@@ -137,7 +137,8 @@ def test_prompts_of_references_are_in_no_difficulty_pool() -> None:
 
 
 def test_rewards_of_references_are_ignored_after_resume() -> None:
-    earlier, config = make({"a": 2, "b": 2}), BufferConfig(curriculum=f"{__name__}:early_levels", hard_threshold=0.1)
+    values = {"curriculum": f"{__name__}:early_levels", "easy_threshold": 0.9, "hard_threshold": 0.1}
+    earlier, config = make({"a": 2, "b": 2}), BufferConfig.model_validate(values)
     state = earlier.save_state() | {"rewards": [[0, 1.0], [2, 1.0]]}
     for env in state["envs"]:
         env[3] = {"easy": [0], "hard": [1], "quarantined": []}
@@ -192,6 +193,14 @@ def test_changed_shares_count_from_the_resume_on() -> None:
     drawn = draw(resumed, 16)
     assert Counter(prompt[0] for prompt in drawn) == {"a": 12, "b": 4}
     assert sum(prompt in ("a0", "a1") for prompt in drawn) == 3
+
+
+def test_pools_without_a_threshold_are_empty_after_resume() -> None:
+    buffer, resumed = make({"a": 4}, easy_threshold=0.9, hard_threshold=0.1), make({"a": 4}, hard_threshold=0.1)
+    buffer.record_outcomes([Outcome(0, 1.0), Outcome(1, 0.0)])
+    resumed.load_state(json.loads(json.dumps(buffer.save_state())))
+    assert resumed.envs[0].pool_rows() == {"easy": [], "hard": [1], "quarantined": []}
+    assert set(draw(resumed, 8)) == {"a0", "a2", "a3"}
 
 
 def test_quarantine_after_failed_groups() -> None:
