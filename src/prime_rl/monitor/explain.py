@@ -175,13 +175,16 @@ def _batch_composition(
 
 
 def waiting_shares(lanes: Lanes) -> dict[str, dict[str, float]]:
-    """Process -> activity -> its share of the steady part of the run."""
+    """Process -> activity -> its share of the steady part of the run.
+
+    Time without an activity of any process does not count: pauses between the attempts of a resumed run.
+    """
     starts = [start for spans in lanes.values() for _, start, _, step in spans if step > WARM_UP]
-    ends = [end for spans in lanes.values() for _, _, end, step in spans if step > WARM_UP]
     if not starts:
         return {}
-    first, last = min(starts), max(ends)
-    span = max(last - first, 1e-9)
+    first = min(starts)
+    steady = [(max(start, first), end) for spans in lanes.values() for _, start, end, _ in spans if end > first]
+    span = max(_covered(steady), 1e-9)
     shares: dict[str, dict[str, float]] = {}
     for process, spans in lanes.items():
         for what in sorted({what for what, *_ in spans}):

@@ -48,6 +48,16 @@ def test_explanations_name_stalls_and_fixes() -> None:
     assert findings_text([]) == "no complete step yet"
 
 
+def test_pauses_between_attempts_do_not_count() -> None:
+    starts = {step: 10.0 * step + 5000.0 * (step > 8) for step in range(1, 17)}  # resumed after step 8
+    waits = [("wait_for_batch", at, at + 4, step) for step, at in starts.items()]
+    trained = [("forward_backward", at + 4, at + 10, step) for step, at in starts.items()]
+    lanes = {"trainer": waits + trained, "inference": [("generate", at, at + 9, step) for step, at in starts.items()]}
+    text = findings_text(explain({}, lanes, {}))
+    assert "waits for batches 40% of the time, the engine generates 90% of it" in text
+    assert "generation is the bottleneck" in text
+
+
 def test_the_servers_of_a_deployment_are_the_engine() -> None:
     lanes = {
         "trainer": [("wait_for_batch", 10.0 * s, 10.0 * s + 4, s) for s in range(1, 9)]
