@@ -218,6 +218,11 @@ class RunDir:
         last = (self._load_attempts(process) or [{}])[-1]
         return list(last.get("skips", ())) if last.get("step") == step else []
 
+    def find_first_step(self, process: str) -> int | None:
+        """The first step of the last attempt of `process`; None if it records none."""
+        rows = self._load_attempts(process)
+        return rows[-1]["step"] + 1 if rows else None
+
     def count_starts(self, *processes: str) -> int:
         """Number of recorded attempts of these processes."""
         from rollouts.training.metrics import load_jsonl

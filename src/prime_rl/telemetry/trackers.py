@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,8 +68,13 @@ class WandbTracker(WandbLogger):
 class TensorboardTracker:
     """Event files of one process: scalars, and histograms of rewards, advantages and lengths."""
 
-    def __init__(self, writer: Any) -> None:
-        self.writer = writer
+    def __init__(self, open_writer: Callable[[], Any]) -> None:
+        self._open_writer = open_writer
+
+    @cached_property
+    def writer(self) -> Any:
+        """Opened for the first row: the attempt, whose steps replace earlier ones, is recorded by then."""
+        return self._open_writer()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one scalar per finite metric."""
@@ -88,7 +94,8 @@ class TensorboardTracker:
 
     def finish(self) -> None:
         """Close the files."""
-        self.writer.close()
+        if "writer" in vars(self):
+            self.writer.close()
 
 
 class TrackioTracker:
@@ -147,7 +154,7 @@ def build_trackers(output_dir: Path, process: str, config: TrackersConfig) -> li
     if config.wandb is not None and config.wandb.enabled and not is_wandb_disabled():
         trackers.append(_open_wandb(output_dir, process, config.wandb))
     if config.tensorboard is not None and config.tensorboard.enabled:
-        trackers.append(_open_tensorboard(RunDir(output_dir).tensorboard / process))
+        trackers.append(_open_tensorboard(RunDir(output_dir), process))
     if config.trackio is not None and config.trackio.enabled:
         trackers.append(_open_trackio(process, config.trackio))
     return trackers
@@ -180,12 +187,14 @@ def _open_wandb(output_dir: Path, process: str, config: WandbConfig) -> Tracker:
     return WandbTracker(run, wandb.Table, config.log_extras)
 
 
-def _open_tensorboard(folder: Path) -> Tracker:
+def _open_tensorboard(run: RunDir, process: str) -> Tracker:
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise _missing("tensorboard", "tensorboardX") from error
-    return TensorboardTracker(SummaryWriter(str(folder)))
+    folder = str(run.tensorboard / process)
+    # TensorBoard hides what earlier attempts have written from this step on.
+    return TensorboardTracker(lambda: SummaryWriter(folder, purge_step=run.find_first_step(process)))
 
 
 def _open_trackio(process: str, config: TrackioConfig) -> Tracker:

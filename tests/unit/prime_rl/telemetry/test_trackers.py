@@ -27,6 +27,7 @@ from prime_rl.configuration.sections import (
     WandbConfig,
 )
 from prime_rl.runtime.machine import find_free_port
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.telemetry.prometheus import PrometheusTracker, metric_name, render_samples
 from prime_rl.telemetry.trackers import spread_by_reward
 from prime_rl.utils.monitor import Monitor, build_monitor
@@ -133,18 +134,27 @@ def test_a_few_rollouts_from_low_to_high() -> None:
 
 # TensorBoard and trackio
 
+TENSORBOARD = TrackersConfig(tensorboard=TensorboardConfig())
+
+
+def read_events(folder: Path) -> list[Any]:
+    """The events of the only file."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    [path] = folder.iterdir()
+    data, position, events = path.read_bytes(), 0, []
+    while position < len(data):  # TFRecord: length, its checksum, the event, its checksum
+        [length] = struct.unpack_from("<Q", data, position)
+        events.append(Event.FromString(data[position + 12 : position + 12 + length]))
+        position += length + 16
+    return events
+
 
 def test_tensorboard_events_are_read_back(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed; cure: make test-extras")
-    from tensorboardX.proto.event_pb2 import Event
-
-    log_a_run(build_monitor(tmp_path, "trainer", TrackersConfig(tensorboard=TensorboardConfig())))
-    [path] = (tmp_path / "tensorboard" / "trainer").iterdir()
-    data, position, scalars, histograms = path.read_bytes(), 0, dict[tuple[str, int], float](), set()
-    while position < len(data):  # TFRecord: length, its checksum, the event, its checksum
-        [length] = struct.unpack_from("<Q", data, position)
-        event = Event.FromString(data[position + 12 : position + 12 + length])
-        position += length + 16
+    log_a_run(build_monitor(tmp_path, "trainer", TENSORBOARD))
+    scalars, histograms = dict[tuple[str, int], float](), set()
+    for event in read_events(tmp_path / "tensorboard" / "trainer"):
         for value in event.summary.value:
             if value.HasField("histo"):
                 histograms.add((value.tag, event.step))
@@ -156,6 +166,19 @@ def test_tensorboard_events_are_read_back(tmp_path: Path) -> None:
     assert scalars == pytest.approx(expected)
     names = ("rewards", "advantages", "completion_len")
     assert histograms == {(f"distributions/{name}", step) for name in names for step in (1, 2, 3)}
+
+
+def test_tensorboard_hides_the_steps_that_an_attempt_repeats(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed; cure: make test-extras")
+    run = RunDir(tmp_path)
+    run.begin_attempt("trainer", 0)
+    monitor = build_monitor(tmp_path, "trainer", TENSORBOARD)
+    run.begin_attempt("trainer", 2)  # the orchestrator begins its attempt after this, too
+    log_a_run(monitor)
+    events = read_events(run.tensorboard / "trainer")
+    assert [event.step for event in events if event.HasField("session_log")] == [3]
+    build_monitor(tmp_path / "other", "trainer", TENSORBOARD).finish()
+    assert not RunDir(tmp_path / "other").tensorboard.exists(), "nothing was logged"
 
 
 def test_trackio_gets_every_finite_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
