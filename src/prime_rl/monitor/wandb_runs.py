@@ -42,12 +42,18 @@ class WandbRunHistory:
         return str(self.parts[0].state)
 
     def load_series(self) -> dict[str, Series]:
-        """Metric -> series over the logged column `step`, else over the run's own counter."""
-        rows: list[dict[str, Any]] = []
+        """Metric -> series over the logged column `step`, else over the run's own counter.
+
+        An attempt replaces what earlier ones of its process have logged from its first step on.
+        """
+        table: dict[str, dict[str, Series]] = {}
         for part, history in self.histories:
-            for row in history:
-                rows.append({**row, "step": row.get("step", row.get("_step")), "process": _process(part)})
-        return join_processes(read_series(rows))
+            rows = [{**row, "step": row.get("step", row.get("_step")), "process": _process(part)} for row in history]
+            for process, metrics in read_series(rows).items():
+                known = table.setdefault(process, {})
+                for name, points in metrics.items():
+                    known[name] = [point for point in known.get(name, []) if point[0] < points[0][0]] + points
+        return join_processes(table)
 
     def samples(self) -> Iterator[dict[str, Any]]:
         """Rows of every logged table that has a `reward` column, each with its step."""

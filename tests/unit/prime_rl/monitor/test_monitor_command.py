@@ -370,7 +370,7 @@ def test_attempts_of_a_named_wandb_run_are_joined(monkeypatch: pytest.MonkeyPatc
         )
 
     runs = [
-        logged("first", "trainer", 1, "loss/mean", 4.0, 3.0),
+        logged("first", "trainer", 1, "loss/mean", 4.0, 3.0, 2.5),  # step 3 is not repeated yet
         logged("first", "orchestrator", 2, "reward/mean", 0.1, 0.2),
         logged("second", "trainer", 3, "loss/mean", 7.0, 7.0),
         logged("first", "trainer", 4, "loss/mean", 4.0, 2.0),
