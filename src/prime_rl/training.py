@@ -33,7 +33,10 @@ class TrainingResult:
     """The newest published version, a Hugging Face directory."""
 
     metrics: Mapping[str, Sequence[tuple[int, float]]]
-    """Metric -> its (step, value) pairs, such as `reward/mean` and `loss/mean`."""
+    """Metric -> its (step, value) pairs, such as `reward/mean` and `loss/mean`.
+
+    Those of the trainer where several processes log one of this name, such as `time/step`.
+    """
 
 
 def train(
@@ -90,11 +93,12 @@ def load_result(config: RLConfig) -> TrainingResult:
     from rollouts.training.metrics import load_last_attempts
 
     run = RunDir(config.output_dir)
-    metrics: dict[str, list[tuple[int, float]]] = {}
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in load_last_attempts(run.metrics):
         for name, value in row.items():
             if "/" in name and not name.startswith("timeline/") and isinstance(value, int | float):
-                metrics.setdefault(name, []).append((row["step"], value))
+                found.setdefault(name, {}).setdefault(row["process"], []).append((row["step"], value))
+    metrics = {name: own.get("trainer", next(iter(own.values()))) for name, own in found.items()}
     step = latest_step(run.weights)
     return TrainingResult(run.root, run.weights if step is None else step_path(run.weights, step), metrics)
 

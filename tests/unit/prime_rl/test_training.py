@@ -27,7 +27,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RLConfig]:
         assert not [name for name in os.environ if name.startswith("PRIME_MAX")], "would be read again by processes"
         for step in (1, 2):
             publish_step(config.output_dir / "weights", step, lambda path: None)
-        rows = [{"process": "orchestrator", "step": n, "reward/mean": n / 4, "timeline/start": 0.5} for n in (1, 2)]
+        own = {"orchestrator": {"reward/mean": 0.25, "time/step": 9.0}, "trainer": {"time/step": 1.0}}
+        rows = [{"process": name, "step": n, **own[name]} for n in (1, 2) for name in own]
+        rows.append({"process": "trainer", "step": 2, "timeline/what": "load_data", "timeline/start": 0.5})
         (config.output_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return 0
 
@@ -43,7 +45,7 @@ def test_the_result_has_weights_and_metrics(
     settings = {"orchestrator.batch_size": 64, "orchestrator.env.0.args": {"min_length": 3}}
     result = train("tiny-qwen3", "reverse-text", 20, output_dir=out, settings=settings)
     assert result.run_dir == out and result.weights == out / "weights" / "step_2"
-    assert result.metrics == {"reward/mean": [(1, 0.25), (2, 0.5)]}
+    assert result.metrics == {"reward/mean": [(1, 0.25), (2, 0.25)], "time/step": [(1, 1.0), (2, 1.0)]}
     [config] = started
     assert (config.model.name, config.max_steps, config.max_async_level) == ("tiny-qwen3", 20, 0)
     assert (config.orchestrator.batch_size, config.orchestrator.rollouts_per_example) == (64, 8)
