@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 
+from prime_rl.client.scoring import FULL
 from prime_rl.orchestrator.advantages import build_advantages
 from prime_rl.orchestrator.buffer import PromptBuffer, build_buffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
@@ -173,10 +174,19 @@ def build_orchestrator(
 
 
 def fits_teacher(samples: Sequence[Sample], teacher: Teacher | None) -> bool:
-    """Whether samples of a checkpoint have the log-probs of a teacher if there is one; it may be new, or gone."""
+    """Whether samples of a checkpoint have the log-probs that the trainer needs; the teacher, or the estimator, may be
+    another one since."""
     if teacher is None:
         return all(sample.teacher_logprobs is None for sample in samples)
-    return all(sample.teacher_logprobs is not None or not sample.has_teacher for sample in samples)
+    return all(_has_scores(sample, teacher.scorer.top) for sample in samples if sample.has_teacher)
+
+
+def _has_scores(sample: Sample, top: int) -> bool:
+    """Whether a sample has teacher log-probs, and with `top` the distributions of so many tokens (FULL: of all)."""
+    table = sample.teacher_table
+    if sample.teacher_logprobs is None or not top:
+        return sample.teacher_logprobs is not None
+    return table is not None and (not table.ids if top == FULL else bool(table.ids) and table.k == top)
 
 
 @asynccontextmanager

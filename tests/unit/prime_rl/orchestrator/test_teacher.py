@@ -555,11 +555,26 @@ def test_only_own_servers_of_a_teacher_are_waited_for(url: str, is_shared: bool,
         anyio.run(teacher.wait_until_ready, 0.05, anything)
 
 
-@pytest.mark.parametrize("was_scored", [False, True])
-def test_a_resume_regenerates_groups_that_do_not_fit(was_scored: bool, tmp_path: Path) -> None:
-    """Finished groups of a checkpoint have no log-probs of a teacher that is new, or those of one that is gone."""
+SCORED = {"teacher_logprobs": [0.0, -1.0]}
+TOP_1 = TeacherTable(1, bytes(4), bytes(4), bytes(4))
+
+
+@pytest.mark.parametrize(
+    ("scores", "same_top", "changed_top"),
+    [
+        ({}, None, 0),
+        (SCORED, 0, None),
+        (SCORED, 0, 1),
+        (SCORED | {"teacher_table": TOP_1}, 1, 2),
+        (SCORED | {"teacher_table": TOP_1}, 0, -1),
+        (SCORED | {"teacher_table": TeacherTable(2, bytes(8))}, -1, 2),
+    ],
+)
+def test_a_resume_regenerates_groups_that_do_not_fit(
+    scores: dict[str, Any], same_top: int | None, changed_top: int | None, tmp_path: Path
+) -> None:
+    """Finished groups of a checkpoint have the scores of the teacher and the estimator before; None: no teacher."""
     url = {"base_url": ["http://127.0.0.1:2/v1"]}
-    with_teacher = {"teacher_model": {"client": url}}
     values: dict[str, Any] = {
         "env": [{"id": "rows"}],
         "output_dir": tmp_path,
@@ -567,20 +582,20 @@ def test_a_resume_regenerates_groups_that_do_not_fit(was_scored: bool, tmp_path:
     }
     anything, rows = MagicMock(), load_environment("reverse-text", {"num_train_examples": 2})
 
-    def build(own: dict[str, Any]) -> Orchestrator:
+    def build(top: int | None) -> Orchestrator:
+        own = {} if top is None else {"teacher_model": {"client": url, "top_logprobs": top}}
         config = OrchestratorConfig.model_validate(values | own)
         return build_orchestrator(config, {"rows": rows}, {}, [anything], [anything], anything, anything)
 
-    before = build({})
-    logprobs = [0.0, -1.0] if was_scored else None
-    sample = Sample(prompt="", tokens=[1, 2], loss_mask=[0.0, 1.0], group_index=0, index=0, teacher_logprobs=logprobs)
+    before = build(None)
+    sample = Sample(prompt="", tokens=[1, 2], loss_mask=[0.0, 1.0], group_index=0, index=0, **scores)
     before.rollouts.groups.draw(0)
     before.rollouts.groups.finish(0, [sample])
     before.rollouts.tokens.generated = 1
     before.rollouts.step_count = 1
     before.checkpoints.save(1, before.state)
     publish_dir(step_path(tmp_path / "checkpoints", 1) / "trainer", lambda directory: None)
-    same, changed = (build(own).rollouts for own in ((with_teacher, {}) if was_scored else ({}, with_teacher)))
+    same, changed = (build(top).rollouts for top in (same_top, changed_top))
     assert list(same.groups.ready) == [0] and not same.groups.returned
     assert not changed.groups.ready and changed.groups.returned == {0: 0}
     changed.tokens.check(changed.ready_samples)
