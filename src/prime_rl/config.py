@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from prime_rl.config_sharing import derive_keys, share_keys
 from prime_rl.config_teacher import add_teacher
 from prime_rl.configuration.sections import (
+    BASE_MODEL,
     DebugModelConfig,
     LogConfig,
     TensorboardConfig,
@@ -190,6 +191,19 @@ class RLConfig(BaseConfig):
             )
         if self.teacher_gpu_ids and self.teacher_inference is None:
             raise ValueError("teacher_gpu_ids is set but rl starts no teacher: remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_base_is_served(self) -> RLConfig:
+        teacher, student = self.orchestrator.teacher_model, self.orchestrator.client.base_url
+        if teacher is None or teacher.model.name != BASE_MODEL or self.trainer.model.publishes_adapters:
+            return self
+        if not set(student).isdisjoint(teacher.client.base_url):  # it serves full models, the newest as the base
+            raise ValueError(
+                f'orchestrator.teacher_model.model.name = "{BASE_MODEL}" at the student\'s server is the student: '
+                "the trainer publishes no LoRA adapters\n"
+                "  leave orchestrator.teacher_model.model.name and .client.base_url out, or set another server"
+            )
         return self
 
     @model_validator(mode="after")

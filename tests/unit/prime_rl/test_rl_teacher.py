@@ -295,6 +295,7 @@ def test_teacher_top_logprobs_follow_the_estimator(estimator: str, expected: int
         ([*CONTEXT, *FAR, "--orchestrator.teacher_model.weights", "live"], "set teacher_model.client.base_url to"),
         ([*CONTEXT, *SHARED], 'set another server, teacher_model.model.name = "base" if it serves LoRA'),
         ([*CONTEXT, *SHARED, "--orchestrator.teacher_model.model.name", "tiny-qwen3"], "set another server"),
+        ([*CONTEXT, *SHARED, "--orchestrator.teacher_model.model.name", "base"], "publishes no LoRA adapters"),
         ([*CONTEXT, *SHARED, "--orchestrator.teacher_model.weights", "ema"], "set another server or"),
         ([*CONTEXT, "--orchestrator.teacher_model.top_logprobs", "3"], "it follows the estimator"),
         ([*CONTEXT, "--trainer.loss.distill.direction", "forward"], "set estimator to"),
