@@ -209,6 +209,7 @@ def _connect_inference(tables: ConfigTables) -> None:
     if has_adapter(tables) and not tables.is_set("inference.max_lora_rank"):
         rank = tables.get("trainer.model.lora.rank", LoraConfig().rank)
         tables.set("inference.max_lora_rank", rank, "trainer.model.lora.rank")
+    share_api_key(tables, "orchestrator", "inference.server.api_key_var")
     urls = tables.get("orchestrator.client.base_url")
     host, port = find_server(tables)
     is_local = tables.get("deployment.type", "local") == "local"
@@ -225,6 +226,12 @@ def _connect_inference(tables: ConfigTables) -> None:
             f"{tables.show('orchestrator.client.base_url')} is not the server that rl starts on port {port}\n"
             "  leave it out, set inference.server.port to match, or start no server: --no-inference"
         )
+
+
+def share_api_key(tables: ConfigTables, section: str, source: str) -> None:
+    """Let the client of a section send the key of its server, which the variable at `source` has."""
+    if tables.has(source) and not tables.has(f"{section}.client.api_key_var"):
+        tables.set(f"{section}.client.api_key_var", tables.get(source), source)
 
 
 def has_adapter(tables: ConfigTables) -> bool:

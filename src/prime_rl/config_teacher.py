@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from prime_rl.client.contexts import read_context_file
-from prime_rl.config_sharing import build_url, find_port, find_server, has_adapter
+from prime_rl.config_sharing import build_url, find_port, find_server, has_adapter, share_api_key
 from prime_rl.configuration.sections import BASE_MODEL, ClientConfig
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
@@ -237,10 +237,12 @@ def _choose_server(tables: ConfigTables) -> None:
         if dedicated:
             raise ValueError(f'{TEACHER}.weights = "live" is the student\'s own server: leave {dedicated[0]} out')
         tables.set(url, _student_urls(tables), "orchestrator.client")
+        share_api_key(tables, TEACHER, "orchestrator.client.api_key_var")
         if not tables.has(name):
             tables.set(name, tables.get("model.name"), "model.name")
     elif weights == "frozen" and not dedicated and not tables.has(name) and _serves_base(tables):
         tables.set(url, _student_urls(tables), "orchestrator.client")
+        share_api_key(tables, TEACHER, "orchestrator.client.api_key_var")
         tables.set(name, BASE_MODEL, "one copy of the weights")
     else:
         _configure_server(tables)
@@ -305,6 +307,7 @@ def _configure_server(tables: ConfigTables) -> None:
     else:
         tables.set("teacher_inference", merged, TEACHER)
     tables.set(f"{TEACHER}.client.base_url", [build_url(host, port)], "teacher_inference.server")
+    share_api_key(tables, TEACHER, "teacher_inference.server.api_key_var")
 
 
 def _share_gpus(tables: ConfigTables) -> dict[str, int]:

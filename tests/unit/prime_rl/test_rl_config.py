@@ -303,6 +303,13 @@ def test_the_orchestrator_finds_the_server(server: list[str], url: str) -> None:
     assert parse(*server).orchestrator.client.base_url == [url]
 
 
+def test_clients_send_the_key_of_their_server() -> None:
+    given = ("--inference.server.api-key-var", "MINE")
+    assert parse(*given).orchestrator.client.api_key_var == "MINE"
+    assert parse(*given, "--orchestrator.client.api-key-var", "YOURS").orchestrator.client.api_key_var == "YOURS"
+    assert parse().orchestrator.client.api_key_var == "OPENAI_API_KEY"
+
+
 def test_a_taken_default_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(host: str, port: int) -> None:
         if port == 8000:

@@ -50,6 +50,20 @@ def test_a_resolved_configuration_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--inference.server.api-key-var", "MINE"], "MINE"),
+        (["--inference.server.api-key-var", "MINE", "--orchestrator.teacher_model.weights", "live"], "MINE"),
+        (["--inference.server.api-key-var", "MINE", "--teacher_inference.server.api-key-var", "OWN"], "OWN"),
+        (["--orchestrator.teacher_model.client.api-key-var", "OWN"], "OWN"),
+    ],
+)
+def test_the_teacher_gets_the_key_of_its_server(options: list[str], expected: str) -> None:
+    teacher = parse(*CONTEXT, *options).orchestrator.teacher_model
+    assert teacher is not None and teacher.client.api_key_var == expected
+
+
+@pytest.mark.parametrize(
     ("given", "taus"),
     [
         ({}, (0.5, 0.5, 0.5)),
