@@ -138,9 +138,10 @@ class SFTValConfig(BaseConfig):
     """Also evaluate before the first step."""
 
     @model_validator(mode="after")
-    def _subset_needs_name(self) -> SFTValConfig:
-        if self.subset is not None and self.name is None:
-            raise ValueError("val.subset is one of a validation dataset: set val.name, too")
+    def _parts_need_name(self) -> SFTValConfig:
+        for key in ("subset", "split"):
+            if self.name is None and key in self.changed_keys():
+                raise ValueError(f"val.{key} is one of a validation dataset: set val.name, too (it may be data.name)")
         return self
 
 

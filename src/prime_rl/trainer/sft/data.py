@@ -295,12 +295,15 @@ def name_parts(parts: Sequence[tuple[str | None, str]]) -> list[str]:
 
 
 def _select_val_data(data: SFTDataConfig, val: SFTValConfig) -> SFTDataConfig:
-    """The validation data set, read as the training data."""
+    """The validation data set, read as the training data; `ValueError` if it is a part of these."""
     subsets = None if val.subset is None else [val.subset]
     if subsets is None and val.name == data.name and data.subsets is not None and len(data.subsets) == 1:
         subsets = data.subsets
     one_part = {"subsets": subsets, "splits": None, "probabilities": None}
-    return data.model_copy(update={"name": val.name, "split": val.split} | one_part)
+    selected = data.model_copy(update={"name": val.name, "split": val.split} | one_part)
+    if val.name == data.name and selected.parts[0] in data.parts:
+        raise ValueError("[val] selects training data: set val.split or val.subset, or hold out rows without val.name")
+    return selected
 
 
 def check_first_rows(config: SFTConfig) -> None:

@@ -664,8 +664,11 @@ def test_validation_data_may_be_a_subset(tmp_path: Path, tokenizer: Any) -> None
         val = {"name": name, "subset": subset, "split": "test"}
         config = make_config({"name": name, "subsets": ["main"]}, val=val)
         assert len(build_sft_batches(config, 320, tokenizer).held_out) == size
-    with pytest.raises(ValueError, match=r"set val\.name, too"):
-        make_config({"name": name}, val={"subset": "main"})
+    for part in ("subset", "split"):
+        with pytest.raises(ValueError, match=rf"val\.{part} is one of a validation dataset: set val\.name, too"):
+            make_config({"name": name}, val={part: "test"})
+    with pytest.raises(ValueError, match=r"\[val\] selects training data"):
+        build_sft_batches(make_config({"name": name, "subsets": ["main"]}, val={"name": name}), 320, tokenizer)
 
 
 def test_docs_snippets_work(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
