@@ -336,7 +336,10 @@ def load_hf_model(
                 inner = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
             read_index(model_dir)  # validates the index; transformers would open any path in it
-            inner = AutoModelForCausalLM.from_pretrained(str(model_dir), config=config, dtype=dtype)
+            options: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
+            inner, found = AutoModelForCausalLM.from_pretrained(str(model_dir), **options)
+            if missing := sorted(found["missing_keys"]):  # transformers would draw them at random
+                raise ValueError(f"its weights lack {len(missing)} tensors, such as {missing[0]}")
         if is_quantized:
             for parameter in inner.parameters():  # transformers dequantizes MXFP4 to bfloat16 whatever `dtype` is
                 if parameter.dtype.itemsize < dtype.itemsize:

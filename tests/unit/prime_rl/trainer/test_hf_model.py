@@ -638,6 +638,15 @@ def test_unsupported_logits_are_rejected(tmp_path: Path, monkeypatch: pytest.Mon
         build_backend(make_config(base, tmp_path))
 
 
+def test_missing_tensors_are_not_drawn_at_random(tmp_path: Path) -> None:
+    file = save_model("mistral", tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"its weights lack 1 tensors, such as lm_head\.weight"):
+        load_causal_lm(file.parent)
+
+
 def test_random_weights_are_a_function_of_the_seed(tmp_path: Path) -> None:
     base = save_model("gpt2", tmp_path)
     (base / "model.safetensors").unlink()
