@@ -160,8 +160,6 @@ def _add_tensors(
 
     sizes = _read_sizes(config)
     for name, values in _iterate_tensors(directory):
-        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
-            continue
         if (gguf_name := architecture.to_gguf_name(name)) is None:
             raise ValueError(f"{directory}: tensor {name} cannot be written as GGUF for {architecture.model_type}")
         if architecture.interleaved_rope and (".q_proj." in name or ".k_proj." in name):

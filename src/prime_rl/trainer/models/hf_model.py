@@ -151,7 +151,9 @@ class HFCausalLM(CausalLM):
         hidden["inner"], hidden["backbone"] = inner, find_backbone(inner)
         if "lm_head" not in self._modules:
             hidden["lm_head"] = head
-        self.config = describe_config(inner.config.get_text_config(), has_experts(inner))
+        is_tied = head.weight is inner.get_input_embeddings().weight  # whatever the config says
+        described = describe_config(inner.config.get_text_config(), has_experts(inner))
+        self.config = replace(described, tie_word_embeddings=is_tied)
         self.head_scale = find_head_scale(inner.config.get_text_config())
         self.max_positions = find_max_positions(inner)
         self.float32_names = frozenset(inner._keep_in_fp32_modules_strict or ())

@@ -130,11 +130,11 @@ def fill_weights(
 
     All names must match. Experts may be individual, as in checkpoints, or stacked, as in transformers 5. A tied head
     and layers from `ignore_layers_from` on are skipped. `ValueError`, without any change, for mismatched names or
-    shapes.
+    shapes, and for a tied head that is not the embedding.
     """
     expected = tensor_names(model)
-    named = model.parse_tensors(tensors).items()
-    given = {name: tensor for name, tensor in named if not _skipped(name, model, ignore_layers_from)}
+    named = model.parse_tensors(tensors)
+    given = {name: tensor for name, tensor in named.items() if not _skipped(name, model, ignore_layers_from)}
     if missing := expected.keys() - given.keys():
         raise ValueError(f"{source} is missing {_listed(missing)}: the checkpoint does not match its config.json")
     if unexpected := given.keys() - expected.keys():
@@ -143,6 +143,17 @@ def fill_weights(
         if given[name].shape != parameter.shape:
             shapes = f"shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)} from config.json"
             raise ValueError(f"{name} of {source} has {shapes}")
+    head, table = (named.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
+    if (
+        model.config.tie_word_embeddings
+        and head is not None
+        and table is not None
+        and not torch.equal(head, table.to(head.dtype))
+    ):
+        raise ValueError(
+            f"{source} have an lm_head.weight that is not the embedding, to which tie_word_embeddings = true in "
+            "config.json ties it: set that to false, or remove the tensor"
+        )
     given = MappedTensors(given) if isinstance(tensors, MappedTensors) else given
     model.copy_tensors(given)
     return given

@@ -73,6 +73,14 @@ def test_round_trip_keeps_weights_logits_and_config(family: str, tied: bool, tmp
     assert configs[0] == configs[1]
 
 
+def test_a_head_of_its_own_is_written(tmp_path: Path) -> None:
+    """Programs that train the head alone may leave it tied in the config; transformers then does not tie it."""
+    original = save_model(tmp_path / "model", "qwen3", tie_word_embeddings=False)
+    path = original / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    assert torch.equal(compute_logits(original), compute_logits(round_trip(original, tmp_path)))
+
+
 def test_other_rope_layers_are_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "smollm3", no_rope_layers=[1, 0, 1, 1])
     with pytest.raises(ValueError, match="no_rope_layers"):

@@ -638,6 +638,18 @@ def test_unsupported_logits_are_rejected(tmp_path: Path, monkeypatch: pytest.Mon
         build_backend(make_config(base, tmp_path))
 
 
+def test_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
+    """As in a merged adapter with a trained head, whose config still ties it."""
+    base = save_model("qwen2", tmp_path)
+    config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"an lm_head\.weight that is not the embedding"):
+        load_causal_lm(base)
+    model = load_causal_lm(base, impl="hf")
+    assert torch.equal(model.lm_head.weight, load_file(base / "model.safetensors")["lm_head.weight"])
+    assert not model.config.tie_word_embeddings
+
+
 def test_missing_tensors_are_not_drawn_at_random(tmp_path: Path) -> None:
     file = save_model("mistral", tmp_path) / "model.safetensors"
     tensors = load_file(file)
