@@ -237,9 +237,18 @@ class Backend:
             return inputs.trainer_logprobs.sum()
 
         self.run_micros(self._needed(micros), finish, train=False)
-        if self.ranks.size > 1:
-            self.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds
+        self.reshard()
         return merge_stats(stats if self.mesh.is_reporting_rank else TokenStats(), self.ranks)
+
+    def reshard(self) -> None:
+        """Reshard what forward passes without a backward pass have gathered: exported tensors are those of shards.
+
+        Of every unit, as with `reshard_after_forward = false` the layers stay gathered, too.
+        """
+        for module in self.model.modules() if self.ranks.size > 1 else ():
+            reshard: Callable[[], None] | None = getattr(module, "reshard", None)  # a method that fully_shard adds
+            if reshard is not None:
+                reshard()
 
     @torch.no_grad()
     def compute_canary(self, step: int, texts: Sequence[Sequence[int]] = ()) -> Canary:
@@ -255,8 +264,7 @@ class Backend:
         other = replace(self, placement=replace(self.placement, attn=attn))
         pairs = zip(logprobs[longest], other._score_prompts([prompts[longest]])[0], strict=True)
         noise = fmean(abs(a - b) for a, b in pairs)
-        if self.ranks.size > 1:
-            self.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds
+        self.reshard()
         # Merged adapters, transformers models and sharded models match the engine only approximately.
         is_whole = self.ranks.size == 1 and self.model.is_exact
         is_plain = is_whole and all(p.requires_grad for p in self.model.parameters())

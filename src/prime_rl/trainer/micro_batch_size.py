@@ -77,8 +77,7 @@ def measure_row_bytes(backend: Backend, seq_len: int) -> int:
     unchanged_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with unchanged_rng, observe_stored(count):
         backend.run_micros([row], lambda _, inputs: _keep(sums, inputs.trainer_logprobs), train=False)
-    if backend.ranks.size > 1:
-        backend.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds
+    backend.reshard()
     pop_expert_load(backend.model)
     return sum(stored.values())
 

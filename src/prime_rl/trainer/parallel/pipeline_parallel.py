@@ -94,11 +94,6 @@ class PipelineLM(CausalLM):
         """The layers of this rank."""
         return [layer for stage in self.all_stages() for layer in stage.layers()]
 
-    def reshard(self) -> None:
-        """Reshard the parameters of all stages."""
-        for stage in self.stages:
-            stage.reshard()  # type: ignore[operator]
-
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:
     """Layer ranges of the stages, split evenly; the first stages get the remainder, because the last has the head."""

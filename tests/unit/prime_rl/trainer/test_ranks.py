@@ -11,6 +11,7 @@ from prime_rl.trainer.config import ParallelDims
 from prime_rl.trainer.parallel_dims import count_ranks
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
+from rollouts.training.backends.ranks import Ranks
 from rollouts.training.batching import pack_samples, pack_share
 
 
@@ -57,3 +58,23 @@ def test_the_number_of_ranks_is_checked() -> None:
         count_ranks(ParallelDims(dp_replicate=2), {"WORLD_SIZE": "3"})
     with pytest.raises(ValueError, match="dp_replicate 3 does not divide dp 4"):
         ParallelDims(dp=4, dp_replicate=3)
+
+
+class OneOfTwo(Ranks):
+    """A rank that gets nothing from the other one."""
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
+def test_evaluation_leaves_no_layer_gathered() -> None:
+    """Average weights are exported in place of the shards, which gathered layers would hide."""
+    config = rl_config()
+    backend = build_backend(config)
+    micros, resharded = pack(backend, build_batches(config, 320).receive(1), 1).micros, list[torch.nn.Module]()
+    units = [backend.model, *backend.model.layers()]
+    for unit in units:
+        object.__setattr__(unit, "reshard", lambda unit=unit: resharded.append(unit))
+    backend.ranks = OneOfTwo(0, 2)
+    backend.evaluate(micros, build_loss(config.loss, 48))
+    assert {id(unit) for unit in resharded} == {id(unit) for unit in units}
