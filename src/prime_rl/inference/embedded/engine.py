@@ -238,7 +238,8 @@ class EmbeddedEngine(InProcessEngineMixin):
             seq.mark_version(spec.version)
         if self.exact:
             self._scheduler.recompute(mine)
-        for seq in (*self._scheduler.waiting, *(mine if self.exact else ())):
+        # Those that have keys, in fast mode, go on with them; the others must not share such keys.
+        for seq in (*self._scheduler.waiting, *(seq for seq in mine if not seq.num_cached)):
             seq.cache_namespace = self._adapters.cache_namespace(seq.request.adapter)
         return digests
 

@@ -213,6 +213,7 @@ class Scheduler:
         assert len(self.running) > 1, "one sequence always fits"
         self.remove(seq)
         seq.discard_keys()
+        seq.cache_namespace = self.adapters.cache_namespace(seq.request.adapter)  # new if it was loaded again since
         self.waiting.appendleft(seq)
         self.num_preempted += 1
 

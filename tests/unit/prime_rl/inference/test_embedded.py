@@ -774,6 +774,36 @@ def test_concurrent_adapters_match_their_trainers() -> None:
         engine.load_adapter("w", {"base_model.model.lm_head.weight": torch.zeros(2, 2)}, AdapterSpec(4, 8.0))
 
 
+@pytest.mark.parametrize("preempts", [False, True])
+def test_keys_of_an_earlier_adapter_are_not_shared(preempts: bool) -> None:
+    """In fast mode neither by a request without keys yet, nor by one that computes its keys again."""
+    (old, before), (new, after) = (build_adapter(seed) for seed in (1, 2))
+    engine = EmbeddedEngine(build_model(0), exact=False, max_num_batched_tokens=64)
+    engine.load_adapter("a", before, AdapterSpec(4, 8.0, 0))
+    kept, *others, late = (
+        GenerationRequest(prompt, SamplingParams(max_tokens=8, seed=1), adapter="a")
+        for prompt in (list(range(50)), list(range(100, 200)), list(range(200, 256)), list(range(51)))
+    )
+    run(engine, kept)
+    for one in (*others, late):
+        engine.add(one)
+    engine.step()
+    seq = engine._sequences[late]
+    while preempts and seq.num_generated < 2:
+        engine.step()
+    engine.load_adapter("a", after, AdapterSpec(4, 8.0, 1))
+    assert bool(seq.num_cached) == preempts
+    if preempts:
+        engine._scheduler._preempt(seq)
+    events: list[Event] = []
+    while engine.has_work():
+        events += engine.step()
+    output = next(event for event in events if event.request is late)
+    assert isinstance(output, Output)
+    assert [version for _, version in output.versions] == ([0, 1] if preempts else [1])
+    check_exact(output, {0: old, 1: new}, 1e-4)
+
+
 def test_an_adapter_may_have_an_end_token_of_its_own() -> None:
     adapter, params = build_adapter(1)[1], SamplingParams(max_tokens=20, seed=1)
     engine = EmbeddedEngine(build_model(0))
