@@ -19,6 +19,8 @@ from prime_rl.configuration.render import render_toml, uncomment
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.configuration.sources import find_lines
 from prime_rl.deployment.config import SlurmDeployment
+from prime_rl.runtime.core_lease import DIRECTORY_VARIABLE
+from prime_rl.runtime.machine import SHARED_GPU_VARIABLE
 from prime_rl.utils.pydantic_config import (
     BaseConfig,
     ConfigError,
@@ -219,7 +221,7 @@ def test_lines_of_keys() -> None:
 
 def test_credentials_are_not_config_and_unknown_variables_warn() -> None:
     environ = {"PRIME_API_KEY": "k", "PRIME_INTELLECT_TEAM": "t", "PRIME_MAX_STEP": "1", "HOME": "/", "PRIME_NAME": "n"}
-    config, _ = parse_argv(TinyConfig, [], "tiny", environ)
+    config, _ = parse_argv(TinyConfig, [], "tiny", {**environ, SHARED_GPU_VARIABLE: "1", DIRECTORY_VARIABLE: "leases"})
     assert config.name == "n"
     (warning,) = config.notes
     assert "PRIME_MAX_STEP " in warning and "PRIME_MAX_STEPS?" in warning
