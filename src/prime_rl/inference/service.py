@@ -329,7 +329,7 @@ def build_service(config: InferenceConfig) -> ServerState:
     parser = MessageParser(config.model.tool_call_parser, config.model.reasoning_parser is not None)
     decode = build_decode(tokenizer, parser.tags)
     engine, weights = build_engine(config, model_dir, tokenizer, decode)
-    monitor = None if config.output_dir is None else build_monitor(config.output_dir, config.name)
+    monitor = None if config.output_dir is None else build_monitor(config.output_dir, config.name, must_write=False)
     return ServerState(
         config=config,
         engine=AsyncEngine(engine, monitor, config.max_batch_size + config.server.max_queued_requests),

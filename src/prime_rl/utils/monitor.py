@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loguru import logger
+
 from prime_rl.runtime.redaction import redact_fields
 from prime_rl.runtime.run_dir import Attempts, RunDir
 from prime_rl.telemetry.trackers import Tracker, build_trackers
@@ -28,6 +30,8 @@ class Monitor:
     trackers: tuple[Tracker, ...] = ()
     silent: bool = False
     """Disable output (used on all ranks but rank 0)."""
+    must_write: bool = True
+    """Whether rows that cannot be written, as on a full disk, are an `OSError`, not a warning."""
 
     @property
     def _run_dir(self) -> RunDir:
@@ -71,15 +75,23 @@ class Monitor:
             return
         attempt = self._attempts.find(step)
         head = {"step": step, "timestamp": time.time(), "process": self.process, "attempt": attempt}
-        append_jsonl(path, [{**head, **row} for row in rows])
+        try:
+            append_jsonl(path, [{**head, **row} for row in rows])
+        except OSError as error:
+            if self.must_write:
+                raise
+            logger.warning(f"Rows of {self.process} are not in {path}: {error}")
 
 
-def build_monitor(output_dir: Path, process: str, config: TrackersConfig | None = None) -> Monitor:
+def build_monitor(
+    output_dir: Path, process: str, config: TrackersConfig | None = None, *, must_write: bool = True
+) -> Monitor:
     """Build the monitor of `process` ("trainer", "orchestrator", ...) with the trackers enabled by `config`.
 
     WANDB_MODE=disabled disables Weights & Biases. Raises `ValueError` if a tracker cannot be opened.
     """
     output_dir = Path(output_dir)
     if config is None:
-        return Monitor(output_dir, process)
-    return Monitor(output_dir, process, tuple(build_trackers(output_dir, process, config)))
+        return Monitor(output_dir, process, must_write=must_write)
+    trackers = tuple(build_trackers(output_dir, process, config))
+    return Monitor(output_dir, process, trackers, must_write=must_write)

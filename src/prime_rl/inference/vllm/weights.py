@@ -53,7 +53,7 @@ class WeightUpdater:
         self._spans: OrderedDict[str, list[tuple[int, list[list[int]]]]] = OrderedDict()
         self._monitor: Monitor | None = None
         if config.output_dir is not None:
-            self._monitor = build_monitor(config.output_dir, config.name)
+            self._monitor = build_monitor(config.output_dir, config.name, must_write=False)
 
     async def reload(self, client: Any) -> Json:
         """Restore the initial weights, version 0."""

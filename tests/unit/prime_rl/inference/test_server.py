@@ -354,6 +354,20 @@ def test_the_step_before_an_update_is_no_part_of_its_pause(tmp_path: Path, monke
         server.stop()
 
 
+def test_a_server_survives_rows_that_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk, with its busy intervals and the metrics of an update."""
+    monkeypatch.setattr("prime_rl.inference.engine.IDLE_GAP_S", 0.0)
+    (tmp_path / "metrics.jsonl").mkdir()
+    server = RunningServer(tmp_path)
+    try:
+        for _ in range(3):
+            reply = server.post("/v1/completions", {"prompt": "a", "max_tokens": 3})
+            assert reply.status_code == server.post("/reload_weights", {}).status_code == 200
+        assert server.http.get("/health").status_code == 200
+    finally:
+        server.stop()
+
+
 def test_requests_run_while_new_weights_are_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = RunningServer(tmp_path)
     is_digesting, answered = threading.Event(), threading.Event()

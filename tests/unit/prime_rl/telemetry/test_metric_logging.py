@@ -45,6 +45,13 @@ def test_samples_have_their_own_file(tmp_path: Path) -> None:
     assert not (tmp_path / "new" / "metrics.jsonl").exists()
 
 
+def test_rows_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    build_monitor(tmp_path, "inference", must_write=False).log({"loss": 1.0}, step=1)
+    with pytest.raises(IsADirectoryError):
+        build_monitor(tmp_path, "trainer").log({"loss": 1.0}, step=1)
+
+
 def test_non_numeric_metrics_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'loss'"):
         build_monitor(tmp_path, "trainer").log({"loss": [1.0]}, step=1)
