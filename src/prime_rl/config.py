@@ -195,10 +195,10 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check_base_is_served(self) -> RLConfig:
-        teacher, student = self.orchestrator.teacher_model, self.orchestrator.client.base_url
+        teacher, student = self.orchestrator.teacher_model, self.orchestrator.client.servers
         if teacher is None or teacher.model.name != BASE_MODEL or self.trainer.model.publishes_adapters:
             return self
-        if not set(student).isdisjoint(teacher.client.base_url):  # it serves full models, the newest as the base
+        if student & teacher.client.servers:  # it serves full models, the newest as the base
             raise ValueError(
                 f'orchestrator.teacher_model.model.name = "{BASE_MODEL}" at the student\'s server is the student: '
                 "the trainer publishes no LoRA adapters\n"

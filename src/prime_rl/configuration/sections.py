@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -134,6 +135,15 @@ class ClientConfig(BaseConfig):
 
     reconnect_timeout: float = Field(default=300.0, ge=0)
     """Seconds to retry a server that is unreachable or not ready (it may be restarting)."""
+
+    @property
+    def servers(self) -> frozenset[str]:
+        """The addresses, to compare: those of this machine have one name."""
+        from prime_rl.runtime.http_access import LOOPBACK
+
+        parts = [urlsplit(url.rstrip("/")) for url in self.base_url]
+        hosts = ("localhost" if part.hostname in LOOPBACK else part.hostname for part in parts)
+        return frozenset(f"{host}:{part.port}{part.path}" for host, part in zip(hosts, parts, strict=True))
 
 
 class TransportConfig(BaseConfig):

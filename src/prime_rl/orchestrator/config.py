@@ -530,7 +530,7 @@ class OrchestratorConfig(TrackersConfig):
 
     def _check_teacher_server(self, teacher: TeacherConfig) -> None:
         """The weights that a server has must be those of the teacher."""
-        urls, student = set(teacher.client.base_url), set(self.client.base_url)
+        urls, student = teacher.client.servers, self.client.servers
         key = "teacher_model.client.base_url"
         if teacher.weights == "live" and not urls <= student:
             raise ValueError(f'teacher_model.weights = "live" is the student\'s server: set {key} to client.base_url')

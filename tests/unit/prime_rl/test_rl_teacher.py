@@ -36,6 +36,10 @@ SHARED = (
     *("--no-inference", "--orchestrator.client.base_url", "http://near:8000/v1"),
     *("--orchestrator.teacher_model.client.base_url", "http://near:8000/v1"),
 )
+NEAR = (
+    *("--no-inference", "--orchestrator.client.base_url", "http://localhost:8000/v1"),
+    *("--orchestrator.teacher_model.client.base_url", "http://127.0.0.1:8000/v1/"),
+)
 
 
 def parse(*argv: str) -> RLConfig:
@@ -311,6 +315,8 @@ def test_teacher_top_logprobs_follow_the_estimator(estimator: str, expected: int
         ([*CONTEXT, *SHARED, "--orchestrator.teacher_model.model.name", "tiny-qwen3"], "set another server"),
         ([*CONTEXT, *SHARED, "--orchestrator.teacher_model.model.name", "base"], "publishes no LoRA adapters"),
         ([*CONTEXT, *SHARED, "--orchestrator.teacher_model.weights", "ema"], "set another server or"),
+        ([*CONTEXT, *NEAR], "set another server"),
+        ([*CONTEXT, *NEAR, "--orchestrator.teacher_model.model.name", "base"], "publishes no LoRA adapters"),
         ([*CONTEXT, "--orchestrator.teacher_model.top_logprobs", "3"], "it follows the estimator"),
         ([*CONTEXT, "--trainer.loss.distill.direction", "forward"], "set estimator to"),
         ([*CONTEXT, "--trainer.loss.distill.estimator", "full", "--trainer.loss.distill.clip", "5"], "remove it"),
