@@ -18,9 +18,8 @@ from prime_rl.configuration.schema import FieldSchema, KeyPath, suggest, suggest
 from rollouts.training.shipped import find_file
 
 PREFIX = "PRIME_"
-OTHERS = ("PRIME_INTELLECT_", "PRIME_API_KEY", "PRIME_RL_")
-"""Beginnings of variables that are no configuration keys; PRIME_RL_: those by which processes of a run tell each other
-what no key does."""
+NOT_SETTINGS = ("PRIME_INTELLECT_", "PRIME_API_KEY", "PRIME_RL_")
+"""Beginnings of variables that set no key: credentials, and PRIME_RL_ for those that `rl` sets for its processes."""
 TOML_HINT = "text needs quotes, a section is [name], a list is [1, 2], a switch is true or false"
 HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 ASSIGNMENT = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
@@ -62,7 +61,7 @@ def read_environment(builder: ConfigBuilder, environ: Mapping[str, str]) -> list
 
 def find_settings(environ: Mapping[str, str]) -> list[str]:
     """Names of the variables that may set keys."""
-    return [name for name in environ if name.startswith(PREFIX) and not name.startswith(OTHERS)]
+    return [name for name in environ if name.startswith(PREFIX) and not name.startswith(NOT_SETTINGS)]
 
 
 @contextmanager
