@@ -265,6 +265,11 @@ class EnvConfig(BaseConfig):
             raise ValueError("install does not install tasksets: install it for env.python, and remove install")
         if self.command is not None:
             raise ValueError("command and taskset exclude each other: the program of a taskset is its harness")
+        if "retries" in (self.harness or {}):
+            raise ValueError(
+                "harness.retries would repeat a rollout in one conversation, so that turns of its failed attempts are "
+                "trained: remove it; max_retries repeats failed rollouts"
+            )
         if self.python is None:
             raise ValueError(
                 "taskset needs python, an interpreter with verifiers 0.4: python -m venv .venv-v1; "

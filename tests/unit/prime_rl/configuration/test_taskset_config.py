@@ -46,6 +46,7 @@ def test_a_missing_interpreter_is_found_before_the_start() -> None:
         ({"harness": {"id": "null"}}, "harness and python belong to a taskset"),
         ({"taskset": TASKSET, "python": "python3", "id": "gsm8k"}, "keep one of them"),
         ({"taskset": TASKSET, "python": "python3", "command": ["a"]}, "exclude each other"),
+        ({"taskset": TASKSET, "python": "python3", "harness": {"retries": {}}}, "harness.retries would repeat"),
         ({"taskset": TASKSET, "python": "python3", "install": True}, "install does not install tasksets"),
     ],
 )
