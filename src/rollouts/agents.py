@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import anyio
@@ -115,6 +115,8 @@ class Endpoint:
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url {self.base_url!r} of an endpoint must begin with http:// or https://")
+        if taken := sorted(self.extra_body.keys() & {own.name for own in fields(self)}):
+            raise ValueError(f"extra_body of an endpoint must not set {taken[0]}: set it as an argument of Endpoint")
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, seed: int | None = None

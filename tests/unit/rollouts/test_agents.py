@@ -283,6 +283,8 @@ def test_engine_tokens_match_the_template() -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="'localhost' of an endpoint must begin with http"):
         Endpoint("m", "localhost")
+    with pytest.raises(ValueError, match="must not set temperature: set it as an argument"):
+        Endpoint("m", extra_body={"temperature": 0.7})  # trajectories would have another temperature
     with pytest.raises(ValueError, match="max_turns 0"):
         ChatAgent(Endpoint("m"), max_turns=0)
     for empty in ("", []):
