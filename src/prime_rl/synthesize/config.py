@@ -21,7 +21,7 @@ class SynthesisFilterConfig(BaseConfig):
     """Keep rollouts with at most this reward, to exclude easy examples; unset: all."""
 
     truncated: bool = False
-    """Keep truncated rollouts."""
+    """Keep truncated rollouts; an answer that the token limit cut off has no loss."""
 
     dedupe: Literal["off", "exact", "loose"] = "exact"
     """Deduplicate the conversations of an environment; loose: ignoring case, spacing and punctuation."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollouts.training.datasets.sft import is_empty_turn, read_conversation
+from rollouts.training.datasets.sft import find_trained_turns, read_conversation
 from rollouts.training.metrics import reaches
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ def classify_result(result: Result, keep: SynthesisFilterConfig) -> FilterVerdic
         return FilterVerdict.ABOVE_MAX_REWARD
     if result.is_truncated and not keep.truncated:
         return FilterVerdict.TRUNCATED
-    conversation = read_conversation({"prompt": result.prompt, "completion": result.completion}, 0)
-    trained = conversation.messages[conversation.first_trained :]
-    has_content = any(message.get("role") == "assistant" and not is_empty_turn(message) for message in trained)
-    return FilterVerdict.KEPT if has_content else FilterVerdict.EMPTY
+    conversation = read_conversation({"prompt": result.prompt, "completion": _trim_completion(result)}, 0)
+    if any(find_trained_turns(conversation)):
+        return FilterVerdict.KEPT
+    return FilterVerdict.TRUNCATED if _is_cut(result) else FilterVerdict.EMPTY
 
 
 def conversation_key(result: Result, *, loose: bool) -> bytes:
@@ -89,7 +89,7 @@ def to_row(result: Result, env: str, model: str, template_kwargs: Mapping[str, A
 
     `template_kwargs`: those of the requests, with which `sft` renders the same prompt.
     """
-    row: dict[str, Any] = {"prompt": result.prompt, "completion": _trim_completion(result.completion)}
+    row: dict[str, Any] = {"prompt": result.prompt, "completion": _trim_completion(result)}
     if result.tools:
         row["tools"] = result.tools
     if template_kwargs:
@@ -98,12 +98,19 @@ def to_row(result: Result, env: str, model: str, template_kwargs: Mapping[str, A
     return row | origin | {"reward": result.reward}
 
 
-def _trim_completion(completion: Any) -> Any:
-    """A completion without messages after the model's last one."""
+def _trim_completion(result: Result) -> Any:
+    """A completion without messages after the model's last one, which has no loss if it was cut off."""
+    completion, is_cut = result.completion, _is_cut(result)
     if isinstance(completion, str):
-        return completion
-    last = max(n for n, message in enumerate(completion) if message.get("role") == "assistant")
-    return completion[: last + 1]
+        return "" if is_cut else completion
+    while completion and completion[-1].get("role") != "assistant":
+        completion = completion[:-1]
+    return [*completion[:-1], *(answer | {"weight": 0} for answer in completion[-1:])] if is_cut else completion
+
+
+def _is_cut(result: Result) -> bool:
+    """Whether the token limit cut off the last answer: `sft` would train the model to end there."""
+    return result.stop_reason == "length"
 
 
 def _as_list(completion: Any) -> list[Any]:

@@ -30,7 +30,7 @@ from prime_rl.utils.monitor import build_monitor
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.rows import iter_rows
-from rollouts.training.datasets.sft import read_conversation, render_conversation
+from rollouts.training.datasets.sft import find_trained_turns, read_conversation, render_conversation
 from rollouts.training.environments import load_environment
 from rollouts.training.metrics import load_jsonl
 
@@ -59,6 +59,21 @@ def test_truncated_and_empty_rollouts_are_dropped() -> None:
     group = [result(1.0, "a", is_truncated=True), result(1.0, "")]
     assert verdicts(group) == [["truncated", "empty"]]
     assert verdicts(group, truncated=True) == [["kept", "empty"]]
+
+
+def test_an_answer_that_was_cut_off_has_no_loss() -> None:
+    """`sft` would train an end token after it."""
+    answers = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    asked = {"role": "user", "content": "more"}
+    several = Result(prompt="p", completion=[answers[0], asked, answers[1]], reward=1.0, is_truncated=True)
+    single = result(1.0, "c", is_truncated=True)
+    plain = Result(prompt="p", completion="d", reward=1.0, is_truncated=True)
+    for stop_reason, expected in (("length", ["kept", *["truncated"] * 2]), ("max_turns", ["kept"] * 3)):
+        several.stop_reason = single.stop_reason = plain.stop_reason = stop_reason
+        assert verdicts([several, single, plain], truncated=True) == [expected]
+        conversation = read_conversation(to_row(several, "env", "m"), 0)
+        turns = [start for start, _ in find_trained_turns(conversation)]
+        assert turns == ([1] if stop_reason == "length" else [1, 3])
 
 
 def test_duplicate_conversations_are_dropped() -> None:
