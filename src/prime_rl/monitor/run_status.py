@@ -38,6 +38,8 @@ class RunStatus:
     reason: str | None = None
     has_steps: bool = True
     """Whether its command makes training steps."""
+    started: float = 0.0
+    """Unix seconds at which its command started; 0 if it is not recorded."""
 
     @property
     def text(self) -> str:
@@ -94,7 +96,7 @@ def _from_record(run: LocalRun, recorded: RunState, tail: _Tail) -> RunStatus:
     elif state != "finished":
         reason = f"failed: {recorded.reason}" if state == "failed" and recorded.reason else state
         state = "stopped"
-    return RunStatus(state, tail.step, reason, has_steps)
+    return RunStatus(state, tail.step, reason, has_steps, recorded.started)
 
 
 def _is_fresh(last: float, tail: _Tail) -> bool:
