@@ -31,6 +31,7 @@ PROMISES = [
     ("001:67", "the teacher's server follows that of inference", "unit/prime_rl/test_rl_teacher.py", "test_teacher_server_inherits_inference_config"),
     ("001:77", "the context is put before the student's prompt", "unit/prime_rl/orchestrator/test_teacher.py", "test_context_positions"),
     ("001:114", "baselines of student and teacher under their names", "unit/prime_rl/orchestrator/test_baseline_eval.py", "test_baselines_over_time"),
+    ("001:123", "metrics of every step under their names", "integration/test_distillation.py", "test_a_teacher_of_its_own_by_the_documented_flags"),
     ("001:141", "prompt_text is in every rollout record", "integration/test_distillation.py", "test_a_teacher_of_its_own_by_the_documented_flags"),
     ("003:10", "lists of options agree in both spellings", "unit/prime_rl/configuration/test_pydantic_config.py", "test_all_spellings_of_a_list_are_equivalent"),
     ("003:12", "update_weights and reload_weights", "unit/prime_rl/inference/test_server.py", "test_an_update_in_flight_drops_nothing_and_marks_the_span"),

@@ -120,6 +120,7 @@ def test_a_teacher_of_its_own_by_the_documented_flags(run: Runner, tmp_path: Pat
     assert "the target is the teacher's distribution" in output.out and "is for GPUs" in output.err
     for row in trainer_rows(out, "teacher_kl_reverse/mean"):
         assert row["teacher_kl_reverse/min"] > -1e-5 and row["teacher_coverage/mean"] > 0
+        assert {"teacher_kl/mean", "combined_advantage/mean", "loss/policy"} <= row.keys()
     [baseline] = metric_rows(out, "orchestrator", "eval/world/baseline_student/avg")
     assert baseline["step"] == 0
     gap = baseline["eval/world/baseline_teacher/avg"] - baseline["eval/world/baseline_student/avg"]
@@ -129,6 +130,7 @@ def test_a_teacher_of_its_own_by_the_documented_flags(run: Runner, tmp_path: Pat
     assert measured[0]["distill/world/teacher_context/avg"] == measured[1]["distill/world/teacher_context/avg"]
     steps = metric_rows(out, "orchestrator", "time/teacher_logprobs")
     assert not any(row["teacher/skipped/prompt"] + row["teacher/skipped/server"] for row in steps)
+    assert [row["step"] for row in metric_rows(out, "orchestrator", "reward/mean")] == [1, 2, 3]
     records = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert all(record["prompt_text"] and record["teacher_logprobs"] for record in records)
     ends = [record for record in records if record["env"] == "other"]
