@@ -168,7 +168,7 @@ def init_process_group(config: Config) -> int:
     if size != started:
         raise ValueError(
             f"gpu_ranks names {size} device(s) but {started} process(es) were started: "
-            f"run torchrun --nproc-per-node={size} {sys.argv[0]} {' '.join(sys.argv[1:])}"
+            f"name {started} in gpu_ranks, or run torchrun --nproc-per-node={size} {' '.join(sys.argv)}"
         )
     if size == 1:
         return 0
