@@ -105,10 +105,10 @@ def check_serving_gpus(server: InferenceConfig | None, ids: Sequence[int] | None
             raise ValueError(f"{name}_gpu_ids = {list(ids)}: the SGLang server has its own GPUs, leave them out")
         return 0
     if ids and len(ids) != num_gpus:
-        section = "parallel" if name == "inference" else "teacher_inference.parallel"
+        section = "inference.parallel" if name == "inference" else "teacher_inference.parallel"
         raise ValueError(
             f"{name}_gpu_ids = {list(ids)}: an engine with {section}.tp * {section}.dp = {num_gpus} uses "
-            f"{'one GPU, give one id' if num_gpus == 1 else f'{num_gpus} GPUs, give as many ids'}"
+            f"{'one GPU, give one id' if num_gpus == 1 else f'{num_gpus} GPUs, give as many ids'}, or change {section}"
         )
     return num_gpus
 
