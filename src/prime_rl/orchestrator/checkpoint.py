@@ -50,7 +50,7 @@ class CheckpointStore:
             self.run.archive(self._abandoned)
             self._abandoned = []
         part = step_path(self.root, step) / PART
-        publish_dir(part, lambda directory: _write(directory / STATE_FILE, data), sealed=True)
+        publish_dir(part, lambda directory: (directory / STATE_FILE).write_bytes(data), sealed=True)
         prune_commits(self.root, self.config.keep, CKPT_PARTS)
 
     def load(self) -> tuple[int, dict[str, Any] | None]:
@@ -93,7 +93,3 @@ class CheckpointStore:
             raise ValueError(self.run.describe_used(CKPT_PARTS, resume="--ckpt.resume-step -1"))
         remove_unfinished(self.run.rollouts)
         remove_unfinished(self.root, PART)
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

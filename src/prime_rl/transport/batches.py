@@ -93,7 +93,7 @@ class FilesystemBatchSender:
     def send(self, step: int, samples: list[Sample]) -> None:
         """Publish the batch that trains version `step - 1` into version `step`."""
         data = encode_batch(step, samples)
-        publish_step(self.root, step, lambda directory: _write(directory / BATCH_FILE, data))
+        publish_step(self.root, step, lambda directory: (directory / BATCH_FILE).write_bytes(data))
 
     def prune(self, step: int) -> None:
         """Remove batches up to `step`."""
@@ -139,7 +139,3 @@ def read_batch(path: Path) -> bytes | None:
         return (path / BATCH_FILE).read_bytes() if is_complete(path) else None
     except FileNotFoundError:
         return None
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

@@ -58,7 +58,7 @@ def is_due(step: int, interval: int | None, last: int | None) -> bool:
     return step == last or (interval is not None and step % interval == 0)
 
 
-def publish_step(root: Path, step: int, write: Callable[[Path], None]) -> Path:
+def publish_step(root: Path, step: int, write: Callable[[Path], object]) -> Path:
     """Write a temporary directory with `write(dir)`, then rename it to `root/step_N`.
 
     Contents and marker are synced to disk before the rename, so a crash leaves either the complete step or none. An
@@ -67,7 +67,7 @@ def publish_step(root: Path, step: int, write: Callable[[Path], None]) -> Path:
     return publish_dir(step_path(root, step), write)
 
 
-def publish_dir(final: Path, write: Callable[[Path], None], *, sealed: bool = False) -> Path:
+def publish_dir(final: Path, write: Callable[[Path], object], *, sealed: bool = False) -> Path:
     """`publish_step` for any directory, such as the part `checkpoints/step_N/trainer` of a step.
 
     With `sealed`, the marker lists every file with size and digest, which `find_damage` verifies.
