@@ -251,9 +251,9 @@ def _many(value: float, word: str) -> str:
     return f"{value:.3g} {word}" + ("" if value == 1 else "es" if word.endswith("ch") else "s")
 
 
-def _mean(table: Mapping[str, Series], name: str, last: int = 20) -> float | None:
+def _mean(table: Mapping[str, Series], name: str) -> float | None:
     points = table.get(name)
-    return fmean(value for _, value in points[-last:]) if points else None
+    return fmean(value for _, value in points[-20:]) if points else None
 
 
 def _waits_by_step(spans: Sequence[tuple[str, float, float, int]]) -> list[float]:

@@ -55,9 +55,9 @@ def explain_socket_error(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
-def find_free_port(host: str = "localhost") -> int:
+def find_free_port() -> int:
     """A port that is free now."""
-    with socket.create_server((host, 0)) as server:
+    with socket.create_server(("localhost", 0)) as server:
         return int(server.getsockname()[1])
 
 

@@ -79,10 +79,10 @@ class Child:
     output: threading.Thread | None = None
     """Copies the output to the log until the process and its descendants have closed the pipe."""
 
-    def drain(self, timeout_s: float = DRAIN_S) -> None:
+    def drain(self) -> None:
         """Wait until all output of an exited process is in the log."""
         if self.output is not None:
-            self.output.join(timeout_s)
+            self.output.join(DRAIN_S)
 
     @property
     def code(self) -> int | None:

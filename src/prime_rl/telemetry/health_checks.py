@@ -101,14 +101,9 @@ class TrainerHealthChecks:
     """Checks the metrics of every RL optimizer step."""
 
     def __init__(
-        self,
-        max_async_level: int,
-        *,
-        adapter: bool = False,
-        verified: bool = True,
-        log: Callable[[str], object] | None = None,
+        self, max_async_level: int, *, adapter: bool = False, log: Callable[[str], object] | None = None
     ) -> None:
-        self._level, self._adapter, self._verified = max_async_level, adapter, verified
+        self._level, self._adapter = max_async_level, adapter
         self._warner = OnceWarner(log)
         self._waits = deque[tuple[float, float]](maxlen=WINDOW)
         self._rewards = deque[float](maxlen=WINDOW)
@@ -133,7 +128,7 @@ class TrainerHealthChecks:
 
     def _collapse(self, teacher_kl: float | None) -> str | None:
         """Teacher KL vanishes while the reward falls."""
-        if teacher_kl is None or not self._verified or len(self._rewards) < WINDOW:
+        if teacher_kl is None or len(self._rewards) < WINDOW:
             return None
         recent = sum(self._rewards) / len(self._rewards)
         self._best = recent if self._best is None else max(self._best, recent)

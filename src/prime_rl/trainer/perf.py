@@ -162,25 +162,23 @@ def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return measure_peak_flops(device, dtype)
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 768, repeats: int = 5) -> float:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 768) -> float:
     """Best FLOP/s of a few square matrix products, with torch and with our linear kernel.
 
     On a CPU that of one thread, by its CPU time (some 10 ms in all), times the number of threads: what the cores reach
     when nothing else runs.
     """
     if device.type == "cuda":
-        return _measure_product(device, dtype, 8192, repeats, time.perf_counter)
+        return _measure_product(device, dtype, 8192, time.perf_counter)
     threads = torch.get_num_threads()
     with using_threads(1):
-        return threads * _measure_product(device, dtype, size, repeats, time.thread_time)
+        return threads * _measure_product(device, dtype, size, time.thread_time)
 
 
-def _measure_product(
-    device: torch.device, dtype: torch.dtype, size: int, repeats: int, clock: Callable[[], float]
-) -> float:
+def _measure_product(device: torch.device, dtype: torch.dtype, size: int, clock: Callable[[], float]) -> float:
     a = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
-    for product in (torch.matmul, linear) * repeats:
+    for product in (torch.matmul, linear) * 5:
         start = clock()
         product(a, a)
         if device.type == "cuda":
