@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -64,24 +63,6 @@ class BroadcastEngine(PrimeEngine):
                 return await super().load_version(saved)
             except EngineError as second:  # such as 403 of a server without shared files: the first one may pass
                 raise EngineError(error.kind, f"{error.message}; {second.message}", error.status) from second
-
-
-async def run_concurrently(work: Callable[[int], Awaitable[None]], numbers: Iterable[int]) -> None:
-    """Run all concurrently; the first failure cancels the others and is raised unwrapped."""
-    failures: list[Exception] = []
-
-    async def run(number: int) -> None:
-        try:
-            await work(number)
-        except Exception as error:
-            failures.append(error)
-            tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        for number in numbers:
-            tasks.start_soon(run, number)
-    if failures:
-        raise failures[0]
 
 
 class Health(NamedTuple):

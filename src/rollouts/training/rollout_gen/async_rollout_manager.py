@@ -488,7 +488,7 @@ class AsyncRolloutManager:
                     return
             raise GroupDropped(next((s.error for s in answers[index] if s.error), DropReason.INCOMPLETE))
 
-        await _run_concurrently([(fill, index) for index in range(n)])
+        await run_concurrently(fill, range(n))
         return [answer[0] for answer in answers]
 
     async def _call_generate_fn(self, prompt: Any, seed: int) -> list[Sample]:
@@ -552,22 +552,22 @@ def sample_seed(run_seed: int, group_index: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 11
 
 
-async def _run_concurrently(calls: list[tuple[Callable[..., Awaitable[None]], int]]) -> None:
-    """Run all calls concurrently; the first error is raised outside of an exception group."""
-    first: list[Exception] = []
+async def run_concurrently(work: Callable[[int], Awaitable[None]], numbers: Iterable[int]) -> None:
+    """Run all concurrently; the first failure cancels the others and is raised unwrapped."""
+    failures: list[Exception] = []
 
-    async def guarded(call: Callable[..., Awaitable[None]], argument: int, tasks: anyio.abc.TaskGroup) -> None:
+    async def run(number: int) -> None:
         try:
-            await call(argument)
+            await work(number)
         except Exception as error:
-            first.append(error)
+            failures.append(error)
             tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
-        for call, argument in calls:
-            tasks.start_soon(guarded, call, argument, tasks)
-    if first:
-        raise first[0]
+        for number in numbers:
+            tasks.start_soon(run, number)
+    if failures:
+        raise failures[0]
 
 
 def _check_generated(answer: Any) -> list[Sample]:
