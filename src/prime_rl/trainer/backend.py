@@ -218,7 +218,7 @@ class Backend:
         if global_count:
             with step_advice():
                 self.run_micros(self._needed(micros), finish, train=True)
-        merged = merge_stats(stats if self.mesh.is_reporting_rank else TokenStats(), self.ranks)
+        merged = self._merge(stats)
         merged.set_loss_count(global_count)
         return merged
 
@@ -238,7 +238,16 @@ class Backend:
 
         self.run_micros(self._needed(micros), finish, train=False)
         self.reshard()
-        return merge_stats(stats if self.mesh.is_reporting_rank else TokenStats(), self.ranks)
+        return self._merge(stats)
+
+    def _merge(self, stats: TokenStats) -> TokenStats:
+        """Statistics over all ranks, on every rank; those that hold copies of the same samples report once."""
+        if self.ranks.size == 1:
+            return stats
+        merged, own = TokenStats(), stats if self.mesh.is_reporting_rank else TokenStats()
+        for part in self.ranks.gather_bytes(own.encode()):
+            merged.merge(TokenStats.decode(part))
+        return merged
 
     def reshard(self) -> None:
         """Reshard what forward passes without a backward pass have gathered: exported tensors are those of shards.
@@ -344,16 +353,6 @@ class Backend:
             for name, load in json.loads(data).items():
                 loads[name] = [a + b for a, b in zip(loads.get(name, [0.0] * len(load)), load, strict=True)]
         return compute_imbalance(loads)
-
-
-def merge_stats(stats: TokenStats, ranks: Ranks) -> TokenStats:
-    """Merge the statistics of all ranks, on every rank; a rank may have none."""
-    if ranks.size == 1:
-        return stats
-    merged = TokenStats()
-    for part in ranks.gather_bytes(stats.encode()):
-        merged.merge(TokenStats.decode(part))
-    return merged
 
 
 def prepare_layers(model: CausalLM, config: ModelConfig, device: torch.device) -> None:
