@@ -244,6 +244,11 @@ class EnvConfig(BaseConfig):
     """Package index of environments; {org} is the part of the id before the slash."""
 
     @property
+    def display_name(self) -> str:
+        """Name in metrics, messages and paths."""
+        return self.name or self.id
+
+    @property
     def factory(self) -> tuple[str, dict[str, Any]]:
         """Id and arguments of the `load_environment` that makes this environment."""
         if self.taskset is None:
@@ -416,7 +421,7 @@ class GenerationEnvConfig(EnvConfig):
 
 def check_generation_envs(envs: Sequence[GenerationEnvConfig], rollouts_per_example: int, max_concurrent: int) -> None:
     """`ValueError` for two environments of one name, and for more rollouts of an example than may run at once."""
-    names = [env.name or env.id for env in envs]
+    names = [env.display_name for env in envs]
     if duplicates := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"env has two environments named {sorted(duplicates)[0]!r}: rename one of them")
     num_rollouts = max((env.rollouts_per_example or rollouts_per_example for env in envs), default=rollouts_per_example)

@@ -51,7 +51,7 @@ class EnvironmentWorkers:
 
     def __init__(self, config: EnvConfig, *, score: bool = True) -> None:
         self.id = config.id
-        self.name = config.name or config.id
+        self.name = config.display_name
         self.losses = 0
         """Number of workers that crashed, hung or exceeded their memory limit."""
         self._config = config

@@ -58,7 +58,7 @@ class WorkerProcess:
     """One process and its assigned groups; it starts at once and loads the environment."""
 
     def __init__(self, config: EnvConfig, score: bool) -> None:
-        self.name = config.name or config.id
+        self.name = config.display_name
         self.ready = self.draining = False
         self.pending: dict[int, asyncio.Future[list[Rollout] | GroupFailure]] = {}
         self.channel: FrameChannel | None = None

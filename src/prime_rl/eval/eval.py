@@ -100,7 +100,7 @@ async def run_evaluation(
     async with connect(config.client, base_urls) as clients:
         async for endpoint in iter_endpoints(config, job, base_urls, clients):
             for env in config.env:
-                name = env.name or env.id
+                name = env.display_name
                 environment = run.environments[name]
                 with run.collect_failures():
                     summary = await evaluate_environment(run, config, env, environment, endpoint)
@@ -151,7 +151,7 @@ async def evaluate_environment(
     from prime_rl.generation.session import run_missing
     from rollouts.training.steps import step_path
 
-    name, version = env.name or env.id, endpoint.version
+    name, version = env.display_name, endpoint.version
     folder, rows = results_dir(config, name, version), choose_rows(environment, env, config)
     model = config.model.name if config.weights_dir is None else str(step_path(config.weights_dir, version))
     resume_log = run.open_resume_log(folder, env, endpoint, model)

@@ -99,7 +99,7 @@ async def run_search(run: GenerationRun, config: EvolveConfig, context: str, bas
     from rollouts.training.row_digests import compute_digest
 
     [env] = config.env
-    environment, folder = run.environments[env.name or env.id], RunDir(config.output_dir).evolve
+    environment, folder = run.environments[env.display_name], RunDir(config.output_dir).evolve
     require_row_prompts(environment, "evolve cannot insert a context")
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(connect(config.client, base_urls))
@@ -116,7 +116,7 @@ async def run_search(run: GenerationRun, config: EvolveConfig, context: str, bas
             "timeouts": [env.timeout, config.client.timeout],  # rollouts that took longer count as 0
             "proposer": describe_proposer(config.proposer),
         }
-        search_id = compute_digest({**settings, "rows": run.digest_rows(env.name or env.id, rows)})
+        search_id = compute_digest({**settings, "rows": run.digest_rows(env.display_name, rows)})
         resume_log = ResumeLog(folder, settings, resume=config.resume)
         stack.callback(resume_log.close)
         proposals = ProposalLog(folder / "proposals.jsonl", search_id, resume=config.resume)
@@ -185,7 +185,7 @@ class EvolveSession:
         from rollouts.training.row_digests import compute_digest
 
         env = self.config.env[0]
-        digests = [compute_digest([row, context]) for row in self.run.digest_rows(env.name or env.id, self.rows)]
+        digests = [compute_digest([row, context]) for row in self.run.digest_rows(env.display_name, self.rows)]
         rows = [insert_into_row(row, context, self.config) for row in self.rows]
         block = self._block(number, context)
         missing = [

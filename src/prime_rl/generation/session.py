@@ -198,7 +198,7 @@ async def run_missing(
 
     from prime_rl.telemetry.progress import show_progress
 
-    name, num_rollouts = env.name or env.id, run.config.num_rollouts(env)
+    name, num_rollouts = env.display_name, run.config.num_rollouts(env)
     digests = run.digest_rows(name, rows)
     missing = [resume_log.missing(index, digest, num_rollouts) for index, digest in enumerate(digests)]
     total, todo = len(rows) * num_rollouts, sum(map(len, missing))

@@ -298,7 +298,7 @@ def build_buffer(
 ) -> PromptBuffer:
     """Build the prompt buffer of the training environments."""
     seed = config.seed if config.buffer.seed is None else config.buffer.seed
-    references = [env.name or env.id for env in config.env if env.teacher == "reference"]
+    references = [env.display_name for env in config.env if env.teacher == "reference"]
     return PromptBuffer(environments, config.buffer, seed, version, references)
 
 

@@ -460,7 +460,7 @@ class OrchestratorConfig(TrackersConfig):
 
     @model_validator(mode="after")
     def _check_env_names(self) -> OrchestratorConfig:
-        names = [env.name or env.id for env in self.env]
+        names = [env.display_name for env in self.env]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"env has two environments called {sorted(twice)[0]!r}: rename one of them")
         return self

@@ -167,11 +167,11 @@ class Evaluations:
             try:
                 groups = await self._evaluate_env(schedule, env, endpoint)
             except Exception as error:
-                warn_of_failure(f"{schedule.kind} of version {version} failed in {env.name or env.id}", error)
+                warn_of_failure(f"{schedule.kind} of version {version} failed in {env.display_name}", error)
                 is_complete = False
                 continue
             if schedule.kind is EvalKind.VAL:
-                name = env.name or env.id
+                name = env.display_name
                 scored = [rollout.reward for group in groups for rollout in group if not rollout.failed]
                 metrics[f"val_reward/{name}"] = mean_or_nan(scored)
                 metrics |= {f"val/{name}/{key}": value for key, value in version_span(groups, version).items()}
@@ -192,7 +192,7 @@ class Evaluations:
     ) -> list[list[Rollout]]:
         """The rollouts of one environment; those of an evaluation are reported."""
         start = time.monotonic()
-        groups = await run_environment(schedule.environments[env.name or env.id], env, schedule.config, endpoint)
+        groups = await run_environment(schedule.environments[env.display_name], env, schedule.config, endpoint)
         if schedule.kind is EvalKind.EVAL:
             await self._report_eval(schedule, env, endpoint, groups, time.monotonic() - start)
             if self.baseline_evaluator is not None:
@@ -209,7 +209,7 @@ class Evaluations:
         endpoint: ModelEndpoint,
     ) -> dict[str, float]:
         """Evaluate the baselines of a distillation on the same examples with the same seeds."""
-        name = env.name or env.id
+        name = env.display_name
         environment = schedule.environments[name]
 
         async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
@@ -229,7 +229,7 @@ class Evaluations:
         groups: list[list[Rollout]],
         seconds: float,
     ) -> None:
-        name, version = env.name or env.id, endpoint.version
+        name, version = env.display_name, endpoint.version
         num_rollouts = schedule.config.num_rollouts(env)
         results = [[to_result(rollout, number) for number, rollout in enumerate(group)] for group in groups]
         summary = summarize(results, num_rollouts, schedule.config.pass_threshold)
@@ -261,7 +261,7 @@ def build_evaluations(
     if teacher is not None and config.teacher_model is not None and config.teacher_model.eval_baseline:
         for schedule in (schedule for schedule in schedules if schedule.kind is EvalKind.EVAL):
             for env in schedule.config.env:
-                name = env.name or env.id
+                name = env.display_name
                 if teacher.contexts.role(name) == "context":
                     use = "teacher_model.eval_baseline cannot insert the context, leave it out"
                     require_row_prompts(schedule.environments[name], use)

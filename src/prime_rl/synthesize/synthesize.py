@@ -41,7 +41,7 @@ def synthesize(config: SynthesizeConfig) -> int:
         async with connect(config.client, urls) as clients:
             endpoint = ModelEndpoint(clients, config.model.name)
             for env in config.env:
-                name = env.name or env.id
+                name = env.display_name
                 with run.collect_failures():
                     summaries[name] = await synthesize_environment(run, config, env, run.environments[name], endpoint)
 
@@ -69,7 +69,7 @@ async def synthesize_environment(
     from rollouts.training.metrics import load_jsonl
 
     require_row_prompts(environment, "synthesize cannot write its games as conversations of one model")
-    name, root = env.name or env.id, RunDir(config.output_dir).synthesize
+    name, root = env.display_name, RunDir(config.output_dir).synthesize
     rows = choose_rows(environment, env, config, config.split)
     file = name.replace("/", "_")
     folder, data = _find_rollouts(root) / file, root / f"{file}.jsonl"

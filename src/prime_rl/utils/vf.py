@@ -61,12 +61,12 @@ def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> di
     try:
         for config in configs:  # the processes load concurrently
             if config.num_workers:
-                environments[config.name or config.id] = EnvironmentWorkers(config, score=score)
+                environments[config.display_name] = EnvironmentWorkers(config, score=score)
         for config in configs:
             if not config.num_workers:
                 agent = build_agent(config.command)
                 environment = load_environment(*config.factory, timeout_s=config.timeout, score=score, agent=agent)
-                environments[config.name or config.id] = InProcessEnvironment(environment)
+                environments[config.display_name] = InProcessEnvironment(environment)
         quiet_libraries()
         for environment in environments.values():
             if isinstance(environment, EnvironmentWorkers):
@@ -74,7 +74,7 @@ def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> di
     except BaseException:
         close_environments(environments)
         raise
-    return {config.name or config.id: environments[config.name or config.id] for config in configs}
+    return {config.display_name: environments[config.display_name] for config in configs}
 
 
 def close_environments(environments: Mapping[str, Environment]) -> None:

@@ -124,7 +124,7 @@ class ContextProvider:
     def __init__(self, teacher: TeacherConfig, envs: Sequence[TrainEnvConfig], seed: int) -> None:
         self.teacher = teacher
         self._default = build_source(teacher, seed, teacher.success_reward)
-        self._envs = {env.name or env.id: env for env in envs}
+        self._envs = {env.display_name: env for env in envs}
         self._sources = {name: build_source(env, seed, teacher.success_reward) for name, env in self._envs.items()}
 
     def role(self, env: str) -> str:
