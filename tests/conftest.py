@@ -73,11 +73,13 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection() -> Iterator[None]:
     """Exclude imported modules and collected tests from garbage collection: a full one scans them for half a second.
 
+    Collect seldom afterwards: tests parse sources and build models, which the default scans every 700 objects.
     Then compile the CPU kernels, if they have changed: half a minute beside other tests, whose servers would be late.
     """
     gc.disable()
     yield
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
     if "torch" in sys.modules:
         from rollouts.kernels import native
