@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def pytest_collection() -> Iterator[None]:
 
     Collect seldom afterwards: tests parse sources and build models, which the default scans every 700 objects.
     Then compile the CPU kernels, if they have changed: half a minute beside other tests, whose servers would be late.
+    The peak of the CPU is measured once.
     """
     gc.disable()
     yield
@@ -85,6 +87,10 @@ def pytest_collection() -> Iterator[None]:
         from rollouts.kernels import native
 
         native.library()
+    if "prime_rl.trainer.perf" in sys.modules:  # a tenth of a second in each training run
+        from prime_rl.trainer import perf
+
+        perf.measure_peak_flops = cache(perf.measure_peak_flops)
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` has deselected
