@@ -255,7 +255,7 @@ def test_any_order_of_events_keeps_the_pages_consistent(seed: int, exact: bool) 
         if step < 200 and rng.random() < 0.3:
             prompt = [*stem[: rng.choice((60, 128, 200, 256, 380))], *draw_prompt(rng.choice((1, 3, 130)))]
             for _ in range(rng.choice((1, 1, 3))):
-                params = SamplingParams(max_tokens=rng.choice((1, 5, 200)), seed=step, ignore_eos=True)
+                params = SamplingParams(max_tokens=rng.choice((1, 5, 130)), seed=step, ignore_eos=True)
                 alive.append(GenerationRequest(prompt, params))
                 engine.add(alive[-1])
         if alive and rng.random() < 0.03:
