@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollouts.training.environments import PlainEnvironment
+
 LEAKED: list[bytearray] = []
 
 
-def load_environment(kinds: str, marks: str = "", leak_mb: int = 64) -> dict[str, Any]:
+def load_environment(kinds: str, marks: str = "", leak_mb: int = 64) -> PlainEnvironment:
     """One row per word of `kinds`; `once-X` does X the first time only, known by a file in `marks`."""
 
     async def reward(row: dict[str, Any], completion: str) -> float:
@@ -40,4 +42,6 @@ def load_environment(kinds: str, marks: str = "", leak_mb: int = 64) -> dict[str
         return float(len(completion))
 
     rows = [{"prompt": f"{number} {kind}", "answer": kind} for number, kind in enumerate(kinds.split())]
-    return {"dataset": rows, "rewards": reward}
+    environment = PlainEnvironment(rows, reward)
+    environment.scores_groups = True
+    return environment

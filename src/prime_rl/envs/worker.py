@@ -61,6 +61,7 @@ class Loaded(msgspec.Struct, tag=True):
 
     error: str | None = None
     builds_prompts: bool = False
+    scores_groups: bool = False
     leave_s: float = LEAVE_S
     """Time to exit after the parent has disconnected."""
 
@@ -370,9 +371,9 @@ def main() -> int:
     # The parent handles Ctrl-C and closes the connection. SIG_IGN would be passed on to programs that this one starts.
     signal.signal(signal.SIGINT, lambda *_: None)
     worker = Worker(environment, Heartbeat(heartbeat_fd))
-    builds_prompts = getattr(environment, "builds_prompts", False)
+    flags = {name: getattr(environment, name, False) for name in ("builds_prompts", "scores_groups")}
     try:
-        send_frame(control, encode(Loaded(builds_prompts=builds_prompts, leave_s=worker.leave_s)))
+        send_frame(control, encode(Loaded(**flags, leave_s=worker.leave_s)))
     except BrokenPipeError:  # the parent was stopped meanwhile
         return 0
     asyncio.run(worker.serve(socket.socket(fileno=work_fd), control))

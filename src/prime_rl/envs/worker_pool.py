@@ -79,6 +79,11 @@ class EnvironmentWorkers:
         """Whether the prompts of the rows are never sent; see `require_row_prompts`."""
         return any(worker.builds_prompts for worker in self._workers)
 
+    @property
+    def scores_groups(self) -> bool:
+        """Whether rewards compare the rollouts of a group, which are then run and scored only together."""
+        return any(worker.scores_groups for worker in self._workers)
+
     # before the event loop
 
     def wait_ready(self) -> None:

@@ -63,7 +63,8 @@ class WorkerProcess:
         self.pending: dict[int, asyncio.Future[list[Rollout] | GroupFailure]] = {}
         self.channel: FrameChannel | None = None
         self._beats, self._beat_seen = -1, time.monotonic()
-        self.builds_prompts, self.leave_s = False, LEAVE_S
+        self.builds_prompts = self.scores_groups = False
+        self.leave_s = LEAVE_S
         self._token = secrets.token_hex(8)
         paths = os.pathsep.join(path for path in sys.path if path)
         (self._work, work), (self._control, control) = socket.socketpair(), socket.socketpair()
@@ -110,7 +111,8 @@ class WorkerProcess:
         if reply.error is not None:
             raise ValueError(reply.error)
         self._control.settimeout(None)
-        self.ready, self.builds_prompts, self.leave_s = True, reply.builds_prompts, reply.leave_s
+        self.builds_prompts, self.scores_groups = reply.builds_prompts, reply.scores_groups
+        self.ready, self.leave_s = True, reply.leave_s
 
     def read_rows(self, split: str) -> RowsReply:
         """Request the rows of a split (blocking); `WorkerDied` if the worker exited."""

@@ -188,8 +188,9 @@ class EvolveSession:
         digests = [compute_digest([row, context]) for row in self.run.digest_rows(env.display_name, self.rows)]
         rows = [insert_into_row(row, context, self.config) for row in self.rows]
         block = self._block(number, context)
+        find, together = self.resume_log.missing, getattr(self.environment, "scores_groups", False)
         missing = [
-            self.resume_log.missing(block + i, digest, self.num_rollouts, is_interrupted) if i in set(examples) else []
+            find(block + i, digest, self.num_rollouts, is_interrupted, together=together) if i in set(examples) else []
             for i, digest in enumerate(digests)
         ]
         self.is_new |= any(missing)

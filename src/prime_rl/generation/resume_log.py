@@ -165,15 +165,19 @@ class ResumeLog:
         row: str,
         num_rollouts: int,
         is_retried: Callable[[Result], bool] = lambda result: result.failed,
+        *,
+        together: bool = False,
     ) -> list[int]:
         """Rollouts of an example still to run: absent, of another row, or failed and to be retried.
 
-        `row` is the digest of the row before its first rollout, as rewards may change a row in place.
+        `row` is the digest of the row before its first rollout, as rewards may change a row in place. `together`: all
+        of them if one is to run, because rewards compare them.
         """
         if self._rows.get(index) != row:
             return list(range(num_rollouts))
         results = self._results[index]
-        return [n for n in range(num_rollouts) if n not in results or is_retried(results[n])]
+        found = [n for n in range(num_rollouts) if n not in results or is_retried(results[n])]
+        return list(range(num_rollouts)) if found and together else found
 
     def add(self, index: int, row: str, results: Sequence[Result], elapsed: float) -> None:
         """Append rollouts of an example; they are on disk when this returns."""

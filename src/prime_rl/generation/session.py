@@ -200,7 +200,10 @@ async def run_missing(
 
     name, num_rollouts = env.display_name, run.config.num_rollouts(env)
     digests = run.digest_rows(name, rows)
-    missing = [resume_log.missing(index, digest, num_rollouts) for index, digest in enumerate(digests)]
+    together = getattr(environment, "scores_groups", False)
+    missing = [
+        resume_log.missing(index, digest, num_rollouts, together=together) for index, digest in enumerate(digests)
+    ]
     total, todo = len(rows) * num_rollouts, sum(map(len, missing))
     if todo < total:
         logger.info(f"{name}: {total - todo} of {total} rollouts are finished, running the rest")

@@ -284,6 +284,8 @@ class Killed(BaseException):
 class Counting(Echo):
     """Records the requested rollouts; crashes after some groups, and fails some rollouts."""
 
+    scores_groups = False
+
     def __init__(self, num_rows: int = 6, dies_after: int | None = None, fails: str = "") -> None:
         super().__init__(num_rows)
         self.requested: list[tuple[int, int]] = []
@@ -395,6 +397,15 @@ def test_failures_are_retried_by_the_same_command(tmp_path: Path, kind: str) -> 
     again = Counting()
     assert run_echo(parse(*options, "--env.0.timeout", "60"), again)["error/mean"] == 0
     assert len(again.requested) == 1
+
+
+def test_rollouts_that_are_compared_are_retried_together(tmp_path: Path) -> None:
+    options = ["--rollouts_per_example", "2", "--output_dir", str(tmp_path)]
+    run_echo(parse(*options), Counting(fails="ConnectionError"), remove=False)
+    again = Counting()
+    again.scores_groups = True
+    run_echo(parse(*options), again)
+    assert [row for row, _ in again.requested] == [1, 1]
 
 
 @pytest.mark.parametrize(("kind", "num_failed"), [("RolloutTimeout", 1), ("OverlongPrompt", 0)])

@@ -172,6 +172,7 @@ def test_errors_of_group_rewards_are_reported(returned: Any, error: str | None, 
     compare_any.__name__ = "compare"
     rubric = vf.Rubric(funcs=[compare_any if takes_any else compare])
     env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=rubric))
+    assert env.scores_groups
     wire, args = Wire(script=[turn([*encode("yes"), END])] * 2), [build_sampling_args(SamplingConfig(), 1)] * 2
     rollouts = anyio.run(env.run_group, env.rows()[0], wire, "m", args, 0)
     if error is None:

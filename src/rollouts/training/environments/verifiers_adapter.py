@@ -71,6 +71,12 @@ class VerifiersEnvironment:
         return all(getattr(part, "message_type", "chat") == "chat" for part in self._parts)
 
     @property
+    def scores_groups(self) -> bool:
+        """Whether a reward function compares the rollouts of a group, so that their rewards hold for all together."""
+        functions = [function for rubric in _rubrics(self.env) for function in rubric.funcs]
+        return any(map(_is_of_group, functions))
+
+    @property
     def has_cleanup(self) -> bool:
         """Whether functions marked `@vf.cleanup` or `@vf.teardown` free resources."""
         return any(part._cleanup_handlers or part._teardown_handlers for part in self._parts)
@@ -192,7 +198,7 @@ def _record_errors(rubric: Any) -> None:
 
 
 def _with_error_record(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    is_group = not GROUP_PARAMETERS.isdisjoint(signature.parameters)
+    is_group = _is_of_group(function)
     key = "states" if is_group else "state"
     takes_key = key in signature.parameters or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
@@ -214,6 +220,10 @@ def _with_error_record(function: Callable[..., Any], signature: inspect.Signatur
         parameters.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY))
     scored.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return scored
+
+
+def _is_of_group(function: Callable[..., Any]) -> bool:
+    return not GROUP_PARAMETERS.isdisjoint(inspect.signature(function).parameters)
 
 
 def _check_rewards(name: str, values: Any, num_states: int) -> list[float]:

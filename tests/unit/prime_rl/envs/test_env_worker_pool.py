@@ -101,7 +101,7 @@ def test_rollouts_come_back_whole_and_nothing_stays_behind(tmp_path: Path, engin
         assert [row["answer"] for row in environment.rows("eval")] == ["fine", "also-fine"]
         found = run(environment, engine)
         workers = environment.pids
-        assert len(workers) == 2 and all(map(alive, workers))
+        assert len(workers) == 2 and all(map(alive, workers)) and environment.scores_groups
     assert not any(map(alive, workers))
     for rollouts in found.values():
         assert [r.reward for r in rollouts] == [4.0, 4.0] and all(r.error is None for r in rollouts)
