@@ -136,7 +136,8 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     num_updates = config.trainer.num_epochs * config.trainer.num_minibatches
     training += num_updates * 28.0 * trained / (machine.bandwidth * MEMORY_SHARE)
     training /= min(num_ranks, machine.cores)
-    concurrent = rollouts if config.inference is None else min(rollouts, config.inference.max_batch_size)
+    concurrent = min(rollouts, config.orchestrator.max_concurrent or rollouts)
+    concurrent = concurrent if config.inference is None else min(concurrent, config.inference.max_batch_size)
     computed = 2.0 * concurrent * shape.active_parameters / (machine.flops * DECODE_SHARE)
     read = 4.0 * shape.active_parameters / (machine.bandwidth * MEMORY_SHARE)
     turns = rollouts / concurrent * config.workload.turns * config.workload.latency_s

@@ -121,7 +121,8 @@ def generate(config: PlanConfig, shape: ModelShape, engines: int) -> Generation:
     context = config.prompt_tokens + mean / 2
     waiting = config.workload.turns * config.workload.latency_s
     level = config.max_async_level
-    demand = rollouts * (1.0 + (level > 0)) * max(config.orchestrator.oversampling_factor, 1.0) / engines
+    demand = rollouts * (1.0 + (level > 0)) * max(config.orchestrator.oversampling_factor, 1.0)
+    demand = min(demand, config.orchestrator.max_concurrent or demand) / engines
     capacity = min(config.inference.max_batch_size, cache_tokens(config, shape) / context)
     concurrent = min(demand, capacity)
     if concurrent < 1:
@@ -136,7 +137,7 @@ def generate(config: PlanConfig, shape: ModelShape, engines: int) -> Generation:
     lengths = list(quantiles(mean, config.workload.spread, config.longest_completion))
     alone, before = prefill + waiting, 0.0
     for i, length in enumerate(lengths):
-        active = min(rollouts / engines * (1 - i / GRID), capacity)
+        active = min(rollouts / engines * (1 - i / GRID), concurrent)
         alone += (length - before) * decode_s(config, shape, max(active, 1.0), context)
         before = length
     return Generation(steady, max(alone, steady), concurrent, demand, step)

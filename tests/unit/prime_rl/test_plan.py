@@ -219,6 +219,8 @@ def test_more_of_everything_costs_more() -> None:
     assert seconds("--workload.latency-s 5").steady > usual.steady
     assert seconds("--workload.spread 1").alone > seconds("--workload.spread 0").alone >= usual.steady
     assert seconds("--orchestrator.batch-size 256 --orchestrator.rollouts-per-example 8").steady > usual.steady
+    few = seconds("--orchestrator.max-concurrent 16")
+    assert few.steady > usual.steady and few.concurrent == few.demand == 8, "16 on two engines"
     assert cache_tokens(parse("--cluster.gpu h200"), shape) > cache_tokens(parse(), shape)
 
 
@@ -396,6 +398,8 @@ def test_cpu_estimate_follows_work_and_speed() -> None:
     assert base.overlaps and base.seconds == max(base.training, base.generation) + base.weight_update
     alone = estimate_cpu(config, shape, replace(MACHINE, cores=1))
     assert alone.seconds == alone.training + alone.generation + alone.weight_update
+    few = estimate_cpu(parse(f"{SMALL_RUN} --orchestrator.max-concurrent 16"), shape, MACHINE)
+    assert few.generation > base.generation and few.training == base.training
     longer = estimate_cpu(parse(f"{SMALL_RUN} --workload.completion-tokens 1500"), shape, MACHINE)
     assert longer.training > base.training and longer.generation > base.generation
     adapter = estimate_cpu(parse(f"{SMALL_RUN} --trainer.model.lora.rank 8"), shape, MACHINE)
