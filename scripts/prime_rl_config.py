@@ -121,7 +121,7 @@ class PrimeRLTrainConfig(BaseConfig):
     dtype: Literal["bfloat16", "float32"] | None = None
     """Compute dtype; unset: bfloat16 on a GPU, float32 on a CPU."""
     device_batch_size: int = Field(8, ge=1)
-    """Maximum sequences per forward pass and rank."""
+    """Maximum sequences per training pass and rank; 32 times as many are decoded at once. Lower it to save memory."""
     examples_per_step: int = Field(16, ge=1)
     """Questions per step, over all ranks."""
     num_samples: int = Field(16, ge=1)

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from rollouts.training.types import Sample
 
 
+DECODED_ROWS = 32
+"""Sequences decoded at once for each of `device_batch_size`: decoding takes about that much less memory of each."""
 FREE = frozenset(
     "run resume device device_batch_size save_every eval_every log_every viz_every eval_examples eval_samples "
     "wandb_project wandb_entity".split()
@@ -103,8 +105,10 @@ class Trainer:
         self.is_async = config.async_level > 0
         generating = threads.enter_context(ThreadPoolExecutor(1, "engine")) if self.is_async else self.learning
         served = deepcopy(self.model).requires_grad_(False) if self.is_async else self.model
-        self.client = ChatClient(Engine(served, self.tokenizer, dtype=dtype), generating, config.max_new_tokens)
-        self.eval_client = ChatClient(Engine(self.model, self.tokenizer, dtype=dtype), self.learning)
+        max_rows = DECODED_ROWS * config.device_batch_size
+        build_engine = partial(Engine, tokenizer=self.tokenizer, dtype=dtype, max_rows=max_rows)
+        self.client = ChatClient(build_engine(served), generating, config.max_new_tokens)
+        self.eval_client = ChatClient(build_engine(self.model), self.learning)
         self.evaluation: dict[str, float] = {}
         """Of the current weights; empty if they were not evaluated."""
         self.resumed_run: str | None = None

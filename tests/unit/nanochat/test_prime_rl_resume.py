@@ -8,12 +8,14 @@ import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripts.prime_rl_config import PROG, PrimeRLTrainConfig, normalize_argv
 from scripts.prime_rl_train import run
 
 from nanochat.checkpoint_manager import save_checkpoint
+from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import NanochatTokenizer
 from prime_rl.runtime import redaction
@@ -77,6 +79,18 @@ def test_a_new_run_moves_earlier_checkpoints_aside(base: Path) -> None:
     assert (own / "attempts" / "1" / "step_3" / "model.pt").read_bytes() == weights
     train("--max_steps=2", "--seed=7", "--resume", "--eval_every=1", "--device_batch_size=1")
     assert complete_steps(own) == [1, 2] and complete_steps(own / "attempts" / "1") == [1, 2, 3]
+
+
+def test_a_smaller_device_batch_decodes_fewer_at_once(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, decoded = Engine._decode, []
+
+    def record(engine: Engine, rows: list[Any]) -> Any:
+        decoded.append(len(rows))
+        return decode(engine, rows)
+
+    monkeypatch.setattr(Engine, "_decode", record)
+    train("--max_steps=1", "--device_batch_size=1", "--num_samples=20", "--eval_samples=33")
+    assert decoded == [32, 1, 32, 8, 32, 1], "evaluation, rollouts, evaluation"
 
 
 def test_checkpoints_have_the_evaluation_of_their_weights(base: Path) -> None:
