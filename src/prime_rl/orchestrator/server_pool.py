@@ -24,7 +24,7 @@ from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.broadcast import is_announcement
 from prime_rl.transport.file_watch import wait_for
 from prime_rl.utils.client import InferenceClient
-from rollouts.training.rollout_gen.async_rollout_manager import run_concurrently
+from rollouts.training.concurrency import run_concurrently
 from rollouts.training.steps import is_complete, step_path
 from rollouts.training.weight_sync import EngineError, PrimeEngine, WeightSyncError, sync_weights_to_engines
 

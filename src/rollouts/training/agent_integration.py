@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import anyio
-import anyio.abc
 import msgspec
 
 from rollouts.agents import AgentEnvironment, ChatAgent, Endpoint, Trajectory, Turn
+from rollouts.training.concurrency import run_concurrently
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.sft import Conversation, DroppedTextError, is_empty_turn, render_conversation
 from rollouts.training.types import UNFILTERED, Message, Sample, Status
@@ -242,23 +241,14 @@ async def generate_rollout_batch(
             f"metadata_list has {len(metadata_list)} entries for {len(prompts)} prompts: pass one for each"
         )
     samples: list[Sample | None] = [None] * len(prompts)
-    errors: list[Exception] = []
 
-    async def attempt(i: int, tasks: anyio.abc.TaskGroup) -> None:
+    async def attempt(i: int) -> None:
         metadata = metadata_list[i] if metadata_list is not None else None
-        try:
-            samples[i] = await agent_rollout_to_sample(
-                prompts[i], environment_cls, endpoint, tokenizer, max_turns, metadata
-            )
-        except Exception as error:  # raised below, outside of an exception group
-            errors.append(error)
-            tasks.cancel_scope.cancel()
+        samples[i] = await agent_rollout_to_sample(
+            prompts[i], environment_cls, endpoint, tokenizer, max_turns, metadata
+        )
 
-    async with anyio.create_task_group() as tasks:
-        for i in range(len(prompts)):
-            tasks.start_soon(attempt, i, tasks)
-    if errors:
-        raise errors[0]
+    await run_concurrently(attempt, range(len(prompts)))
     return [sample for sample in samples if sample is not None]
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.to_thread
 
+from rollouts.training.concurrency import run_concurrently
 from rollouts.training.json_files import read_json_file
 from rollouts.training.proxies import build_http_client
 from rollouts.training.steps import parse_step
@@ -225,9 +226,7 @@ async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint
         except Exception as error:
             answers[i] = {"success": False, "message": f"{type(error).__name__}: {error}"}
 
-    async with anyio.create_task_group() as tasks:
-        for i in range(len(engines)):
-            tasks.start_soon(load, i)
+    await run_concurrently(load, range(len(engines)))
     failed = {i for i, answer in enumerate(answers) if not _succeeded(answer)}
     if failed:
         states = [

@@ -16,6 +16,7 @@ import anyio.abc
 import anyio.lowlevel
 import anyio.to_thread
 
+from rollouts.training.concurrency import run_concurrently
 from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer, Outcome, mean_reward
 from rollouts.training.rollout_gen.token_ledger import TokenLedger, count_sampled
@@ -550,24 +551,6 @@ def sample_seed(run_seed: int, group_index: int, index: int) -> int:
     """Seed of one sample, independent of scheduling; 53 bits, which a JSON number represents exactly."""
     digest = hashlib.blake2b(f"{run_seed}/{group_index}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11
-
-
-async def run_concurrently(work: Callable[[int], Awaitable[None]], numbers: Iterable[int]) -> None:
-    """Run all concurrently; the first failure cancels the others and is raised unwrapped."""
-    failures: list[Exception] = []
-
-    async def run(number: int) -> None:
-        try:
-            await work(number)
-        except Exception as error:
-            failures.append(error)
-            tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        for number in numbers:
-            tasks.start_soon(run, number)
-    if failures:
-        raise failures[0]
 
 
 def _check_generated(answer: Any) -> list[Sample]:
