@@ -194,19 +194,18 @@ class BaselineEvaluator:
                 name, environment, context_environment, rows, version, scores, context_groups, run
             )
             metrics |= baseline_metrics(name, baseline)
-        answers = {"student": groups, "student_context": context_groups, "teacher_context": baseline.teacher_groups}
-        if self._weights == "ema" and version:
+        answers = {"student": groups, "student_context": context_groups}
+        if self._weights == "live":
+            teacher_groups = context_groups
+            scores |= {"teacher": scores["student"], "teacher_context": scores["student_context"]}
+        elif self._weights == "ema" and version:
             target = (self.teacher.scorer.reachable, self.teacher.scorer.model)
             scores["teacher"] = example_scores(await run(environment, *target))
-            answers["teacher_context"] = await run(context_environment, *target)
-            scores["teacher_context"] = example_scores(answers["teacher_context"])
+            answers["teacher_context"] = teacher_groups = await run(context_environment, *target)
+            scores["teacher_context"] = example_scores(teacher_groups)
         else:
-            is_live = self._weights == "live"
-            scores["teacher"] = scores["student"] if is_live else baseline.teacher_plain
-            scores["teacher_context"] = scores["student_context"] if is_live else baseline.teacher
-        teacher_groups = context_groups if self._weights == "live" else answers["teacher_context"]
-        if self._weights == "live":
-            del answers["teacher_context"]  # the same as the student's
+            answers["teacher_context"] = teacher_groups = baseline.teacher_groups
+            scores |= {"teacher": baseline.teacher_plain, "teacher_context": baseline.teacher}
         folder = self.run_dir.eval_dir(name, version)
         await anyio.to_thread.run_sync(write_answers, folder, rows, answers)
         found = {f"{what}/avg": statistics.fmean(values) for what, values in scores.items() if values}
