@@ -235,10 +235,7 @@ class ContextProvider:
         configs: list[tuple[str, ContextConfig, ContextPosition]] = [
             ("teacher_model", self.teacher, self.teacher.context_position)
         ]
-        configs += [
-            (f"env {name}", env, env.context_position or self.teacher.context_position)
-            for name, env in self._envs.items()
-        ]
+        configs += [(f"env {name}", env, self.position(name)) for name, env in self._envs.items()]
         lines = list[str]()
         for where, config, position in configs:
             text = config.context if config.context_file is None else read_context_file(config.context_file)
