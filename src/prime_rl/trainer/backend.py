@@ -379,10 +379,8 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     Under torchrun this initializes the process group and shards the model over the ranks.
     """
     limit_threads()
-    environ = os.environ
-    placement = resolve_placement(
-        config.model, int(environ.get("LOCAL_RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-    )
+    local_rank, world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    placement = resolve_placement(config.model, local_rank, world_size)
     if placement.device.type == "cpu":
         keep_freed_memory()
     ranks = init_process_group(config.parallel, config.dist_timeout_seconds, placement.device)
@@ -397,16 +395,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         has_critic=critic_config is not None,
         max_len=config.data.seq_len if isinstance(config, SFTConfig) else config.model.seq_len,
     )
-    adapter = None if config.model.lora is None else describe_adapter(model, build_adapter_spec(config.model.lora))
-    adapter_config = None
-    if config.model.lora is not None and not config.model.lora.merge:
-        spec = build_adapter_spec(config.model.lora)
-        adapter_config = peft_config(model, spec, find_base_name(config.model.name, model_dir))
-        if is_adapter(model_dir) and ranks.rank == 0:
-            logger.warning(
-                f"{config.model.name} is a LoRA adapter itself: peft, transformers, vLLM and SGLang load no adapters "
-                f"of it. Train from the merged model (convert {config.model.name} DIR), or set model.lora.merge = true"
-            )
+    adapter, adapter_config = describe_lora(config.model, model, model_dir, ranks)
     critic = None if critic_config is None else add_critic(model, critic_config.backbone)
     model, whole, cuts = split_model(model, mesh)
     prepare_layers(model, config.model, placement.device)
@@ -443,9 +432,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     pipeline = None
     if isinstance(model, PipelineLM):
         pipeline = Pipeline(model, mesh.pp, placement.device, placement.dtype)
-    average = None
-    if isinstance(config, TrainConfig) and config.ema_decay is not None:
-        average = WeightAverage(parameters, config.ema_decay, after_step)
+    decay = config.ema_decay if isinstance(config, TrainConfig) else None
     return Backend(
         model,
         stepper,
@@ -461,12 +448,29 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         mesh=mesh,
         cuts=cuts,
         pipeline=pipeline,
-        average=average,
+        average=None if decay is None else WeightAverage(parameters, decay, after_step),
         concurrent=concurrent,
         needs_observations=isinstance(config, TrainConfig)
         and any(loss.observation_coef for loss in (config.loss, *config.env_loss.values())),
         critic=critic,
     )
+
+
+def describe_lora(
+    config: ModelConfig, model: CausalLM, model_dir: Path, ranks: Ranks
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """`adapter` and `adapter_config` of a `Backend`."""
+    if config.lora is None:
+        return None, None
+    spec = build_adapter_spec(config.lora)
+    if config.lora.merge:
+        return describe_adapter(model, spec), None
+    if is_adapter(model_dir) and ranks.rank == 0:
+        logger.warning(
+            f"{config.name} is a LoRA adapter itself: peft, transformers, vLLM and SGLang load no adapters of it. "
+            f"Train from the merged model (convert {config.name} DIR), or set model.lora.merge = true"
+        )
+    return describe_adapter(model, spec), peft_config(model, spec, find_base_name(config.name, model_dir))
 
 
 def is_narrow(placement: DeviceConfig) -> bool:
