@@ -15,8 +15,7 @@ import msgspec
 from nanochat import prime_rl_figures as figures
 from nanochat.env_file import read_variable
 from nanochat.wandb_login import is_logged_in
-from rollouts.training.files import replace_file
-from rollouts.training.metrics import JSONLLogger, load_jsonl
+from rollouts.training.metrics import JSONLLogger, load_jsonl, replace_jsonl
 from rollouts.training.types import as_plain
 
 DEFAULT_TAGS = ("prime-rl", "nanochat", "aquarat", "reinforcement-learning")
@@ -208,7 +207,7 @@ class OfflineWandbRun:
         rows = list(load_jsonl(path))
         kept = [row for row in rows if row.get("step", 0) <= step]
         if len(kept) < len(rows):
-            replace_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
+            replace_jsonl(path, kept)
         for row in kept:
             self.summary |= {name: value for name, value in row.items() if name != "timestamp" and value is not None}
         self._next_step = int(self.summary.get("step", -1)) + 1

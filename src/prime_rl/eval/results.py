@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from prime_rl.runtime.run_dir import RunDir
+from rollouts.training.files import replace_file
 from rollouts.training.json_files import read_json_file
-from rollouts.training.metrics import append_jsonl
+from rollouts.training.metrics import replace_jsonl
 from rollouts.training.steps import step_path
 
 if TYPE_CHECKING:
@@ -52,19 +53,15 @@ def write_results(
     endpoint: ModelEndpoint,
 ) -> None:
     """Write `FILES`, replacing those of an earlier evaluation."""
-    folder.mkdir(parents=True, exist_ok=True)
     rows = [_to_row(result) for group in groups for result in group]
+    replace_jsonl(folder / "results.jsonl", rows)
     temporary = folder / ".results"
-    temporary.unlink(missing_ok=True)
-    append_jsonl(temporary, rows)
-    temporary.replace(folder / "results.jsonl")
     _write_parquet(temporary, rows)
     temporary.replace(folder / "results.parquet")
     model = str(step_path(config.weights_dir, endpoint.version)) if config.weights_dir else config.model.name
     numbers = {key: value if math.isfinite(value) else None for key, value in summary.items()}
     content = {"model": model, "step": endpoint.version, "seed": config.seed, **numbers}
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(folder / "summary.json")
+    replace_file(folder / "summary.json", json.dumps(content, indent=1) + "\n")
 
 
 def _to_row(result: Result) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.training.files import replace_file
 from rollouts.training.json_files import read_json_file
-from rollouts.training.metrics import append_jsonl, load_jsonl
+from rollouts.training.metrics import append_jsonl, load_jsonl, replace_jsonl
 
 if TYPE_CHECKING:
     from prime_rl.evolve.search import Candidate, Search
@@ -29,7 +29,7 @@ class ProposalLog:
         self._texts = {row["number"]: row["text"] for row in rows if resume and row.get("search") == search_id}
         if not resume and path.exists():
             others = [row for row in rows if row.get("search") != search_id]
-            replace_file(path, "".join(json.dumps(row) + "\n" for row in others))
+            replace_jsonl(path, others)
 
     def find(self, number: int) -> str | None:
         """The recorded proposal."""

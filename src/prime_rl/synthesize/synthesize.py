@@ -101,12 +101,13 @@ def write_rows(
     import msgspec
 
     from prime_rl.synthesize.rows import FilterVerdict, to_row
+    from rollouts.training.metrics import replace_jsonl
 
     file, pairs = name.replace("/", "_"), list(_pairs(groups, verdicts))
     all_rows = [msgspec.structs.asdict(result) | {"verdict": verdict} for result, verdict in pairs]
-    _write_whole(_find_rollouts(root) / file / "results.jsonl", all_rows)
+    replace_jsonl(_find_rollouts(root) / file / "results.jsonl", all_rows)
     kept = [to_row(result, name, model, template_kwargs) for result, verdict in pairs if verdict is FilterVerdict.KEPT]
-    _write_whole(root / f"{file}.jsonl", kept)
+    replace_jsonl(root / f"{file}.jsonl", kept)
 
 
 def summarize(groups: Sequence[Sequence[Result]], verdicts: Sequence[Sequence[FilterVerdict]]) -> dict[str, float]:
@@ -140,16 +141,6 @@ def _find_rollouts(root: Path) -> Path:
     from rollouts.training.datasets.rows import ROLLOUTS
 
     return root / ROLLOUTS
-
-
-def _write_whole(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    from rollouts.training.metrics import append_jsonl
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.writing")
-    temporary.write_bytes(b"")
-    append_jsonl(temporary, rows)
-    temporary.replace(path)
 
 
 def show_summary(summaries: Mapping[str, Mapping[str, float]], config: SynthesizeConfig) -> None:

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollouts.training.files import replace_file
+
 METRICS_FILE = "metrics.jsonl"
 _writing = threading.Lock()
 """Serializes the threads of this process; the file lock only excludes other processes. Without both, a line that is
@@ -112,7 +114,7 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     All rows are appended under a file lock, below 2 GiB by one `write`. NaN and infinities become null, array scalars
     plain numbers. `OSError` if the disk is full.
     """
-    data = b"".join(msgspec.json.encode(dict(row), enc_hook=_plain_number) + b"\n" for row in rows)
+    data = _encode_lines(rows)
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,6 +131,15 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
                 rest = rest[os.write(fd, rest) :]
         finally:
             os.close(fd)
+
+
+def replace_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """`replace_file` with the lines that `append_jsonl` writes."""
+    replace_file(path, _encode_lines(rows))
+
+
+def _encode_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(msgspec.json.encode(dict(row), enc_hook=_plain_number) + b"\n" for row in rows)
 
 
 def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ import msgspec
 
 from prime_rl.runtime.redaction import redact_fields
 from rollouts.training.agent_integration import Rollout
-from rollouts.training.metrics import append_jsonl
+from rollouts.training.metrics import replace_jsonl
 
 FILE = "answers.jsonl"
 
@@ -22,11 +22,7 @@ def write_answers(
 
     A row without rollouts of one of them has an empty list there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{FILE}"
-    temporary.unlink(missing_ok=True)
-    append_jsonl(temporary, [_to_line(i, row, answers) for i, row in enumerate(rows)])
-    temporary.replace(folder / FILE)
+    replace_jsonl(folder / FILE, [_to_line(i, row, answers) for i, row in enumerate(rows)])
 
 
 def _to_line(index: int, row: Mapping[str, Any], answers: Mapping[str, Sequence[Sequence[Rollout]]]) -> dict[str, Any]:
