@@ -78,7 +78,8 @@ def find_steps(config: EvalConfig) -> tuple[int, ...]:
     if missing or not available:
         what = f"has no complete step_{missing[0]}" if missing else "has no complete step_N"
         raise ValueError(
-            f"weights_dir {config.weights_dir} {what}; available: {', '.join(map(str, available)) or 'none'}"
+            f"weights_dir {config.weights_dir} {what}; available: {', '.join(map(str, available)) or 'none'} "
+            "(rl keeps the newest, the last and every ckpt.interval-th)"
         )
     return tuple(config.steps or available)
 
