@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -479,6 +480,10 @@ def test_damaged_adapters_are_rejected_in_flight(tmp_path: Path) -> None:
         scored = [ask({"model": name, "prompt_logprobs": 0})["choices"][0] for name in ("mine", "tiny-qwen3")]
         mine, policy = ([next(iter(row.values()))["logprob"] for row in one["prompt_logprobs"][1:]] for one in scored)
         assert mine == pytest.approx(adapted, abs=CLOSE) and policy != pytest.approx(adapted, abs=0.01)
+        shutil.rmtree(step_path(out / "weights", 1))
+        assert ask({"model": "mine"})["choices"]
+        again = ask({"prompt_logprobs": 0})["choices"][0]
+        assert again["prompt_logprobs"] == scored[1]["prompt_logprobs"], "the policy stays in memory"
         http.close()
 
 

@@ -26,6 +26,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """Modules that a trainer adapts. Not the output layer: with LoRA enabled there, vLLM 0.32 crashes on `prompt_logprobs`
 with two concurrent requests (its rows are prompt tokens, but the adapter indices are per request)."""
+MAX_CPU_LORAS = 16
+"""Adapters that vLLM keeps in memory. By default only those of one batch: each switch would read one from its files."""
 TOOL_PARSERS = {"hermes": "hermes", "llama": "llama3_json"}
 REASONING_PARSERS = {"think": "qwen3"}
 
@@ -50,6 +52,7 @@ def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None 
     """Build the command line of vLLM's server. Options in `inference.vllm` take precedence."""
     on_gpu = bool(find_gpus()) if on_gpu is None else on_gpu
     model, parallel, chunk = config.model, config.parallel, config.max_num_batched_tokens
+    given = {name.replace("-", "_"): value for name, value in config.vllm.items()}
     options: dict[str, Any] = {
         "model": str(model_dir),
         "served_model_name": list(dict.fromkeys((config.served_name, model.name, str(model_dir)))),
@@ -76,11 +79,12 @@ def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None 
         "enable_scale_out": True if has_option("enable_scale_out") else None,  # /inference/v1/generate
         "enable_lora": True if config.max_lora_rank is not None else None,
         "max_lora_rank": find_lora_rank(config.max_lora_rank),
+        "max_cpu_loras": None if config.max_lora_rank is None else max(MAX_CPU_LORAS, int(given.get("max_loras") or 1)),
         "lora_target_modules": LORA_TARGETS if config.max_lora_rank is not None else None,
         "middleware": MIDDLEWARE,
         "worker_extension_cls": WORKER,
     }
-    options |= {name.replace("-", "_"): value for name, value in config.vllm.items()}
+    options |= given
     # A single API server process for any dp, since it tracks the version (`vllm serve` would start one per replica).
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return argv + [word for name, value in options.items() for word in write_option(name, value)]

@@ -61,11 +61,17 @@ class WeightWorker:
         return dict(self._compare(directory).__dict__)
 
     def load_published_adapter(self, directory: str, name: str, adapter_id: int) -> dict[str, Any]:
-        """Load a LoRA adapter, replacing the one with this id, then verify. `RuntimeError` if it differs."""
+        """Load a LoRA adapter, replacing the one with this id, then verify. `RuntimeError` if it differs.
+
+        It stays in memory: otherwise, once other adapters have replaced it there, a request that began with an earlier
+        version would load that version's files in its place, for all requests.
+        """
         from vllm.lora.request import LoRARequest
 
         self.model_runner.add_lora(LoRARequest(name, adapter_id, directory, load_inplace=True))
         manager, parallel = self.model_runner.lora_manager._adapter_manager, self.vllm_config.parallel_config
+        if manager.capacity > 1:  # there must be room for others
+            manager._registered_adapters.pin(adapter_id)
         size = parallel.tensor_parallel_size
         with torch.inference_mode():
             loaded = list_adapter_tensors(

@@ -636,6 +636,47 @@ def test_every_adapter_matrix_is_verified(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("capacity", "pinned"), [(16, [7]), (1, [])])
+def test_the_adapter_of_the_policy_stays_in_memory(
+    capacity: int, pinned: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for one adapter only, vLLM needs it for the adapter of a request."""
+    request = SimpleNamespace(LoRARequest=lambda *args, **options: SimpleNamespace(**options))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
+    pins: list[int] = []
+    stacks = {name: (torch.zeros(2, 1, 2, 3), torch.zeros(2, 1, 4, 2)) for name in ("q_proj", "o_proj")}
+    manager = SimpleNamespace(
+        modules={
+            f"layers.0.{name}": SimpleNamespace(lora_a_stacked=(a,), lora_b_stacked=(b,))
+            for name, (a, b) in stacks.items()
+        },
+        packed_modules={},
+        lora_index_to_id=[7, None],
+        capacity=capacity,
+        _registered_adapters=SimpleNamespace(pin=pins.append),
+    )
+    path = publish_adapter(tmp_path, 1)
+    published = load_file(path / "adapter_model.safetensors")
+
+    def add(lora: Any) -> None:
+        assert lora.load_inplace
+        for name, (a, b) in stacks.items():
+            a[0, 0] = published[f"base_model.model.layers.0.{name}.lora_A.weight"]
+            b[0, 0] = 2 * published[f"base_model.model.layers.0.{name}.lora_B.weight"]
+
+    worker = WeightWorker()
+    worker.rank, worker.vllm_config = 0, SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    worker.model_runner = SimpleNamespace(add_lora=add, lora_manager=SimpleNamespace(_adapter_manager=manager))
+    report = worker.load_published_adapter(str(path), "policy", 7)
+    assert report["digests"].keys() == published.keys() and pins == pinned
+
+
+def test_vllm_keeps_several_adapters_in_memory() -> None:
+    assert value_of(argv(max_lora_rank=8), "--max-cpu-loras") == "16" and "--max-cpu-loras" not in argv()
+    assert value_of(argv(max_lora_rank=8, vllm={"max-loras": 20}), "--max-cpu-loras") == "20"
+    assert value_of(argv(max_lora_rank=8, vllm={"max_cpu_loras": 2}), "--max-cpu-loras") == "2"
+
+
 def test_adapter_rank_limit_fits_the_trainer(tmp_path: Path) -> None:
     words = argv(max_lora_rank=20)
     assert "--enable-lora" in words and value_of(words, "--max-lora-rank") == "32" and "--enable-lora" not in argv()
