@@ -29,6 +29,7 @@ from rollouts.training.steps import is_complete, step_path
 from rollouts.training.weight_sync import EngineError, PrimeEngine, WeightSyncError, sync_weights_to_engines
 
 HEALTH_CHECK_INTERVAL_S = 1.0  # requests to a failed server detect it at once; this is only supervision
+LOAD_ATTEMPTS, LOAD_RETRY_S = 3, 5.0  # at the start of a run; later, the next check repeats a failed load
 Result = TypeVar("Result")
 
 
@@ -152,7 +153,7 @@ class ServerPool:
 
         async def load(i: int) -> None:
             try:
-                await self._check_canary(i, await self._load_live(i, health[i]))
+                await self._check_canary(i, await self._load_live(i, health[i], LOAD_ATTEMPTS))
             except (EngineError, WeightSyncError) as error:
                 if not (self.is_elastic and error.is_transient):
                     raise
@@ -245,25 +246,25 @@ class ServerPool:
             self.num_recovered += 1
             logger.success(f"{self.engines[i]} recovered: serves version {self.version.live}")
 
-    async def _load_live(self, i: int, health: Health) -> dict[str, Any]:
+    async def _load_live(self, i: int, health: Health, attempts: int = 1) -> dict[str, Any]:
         """Load the live version unless the server has it or reports none; returns its answer, else its numerics."""
         version, engine = self.version.live, self.engines[i]
         is_live = health.version == version and not health.awaits_weights and i not in self._foreign
         if health.version is None or is_live:
             return {"exact": health.exact, "dtype": health.dtype, "arithmetic": health.arithmetic}
         logger.info(f"Loading version {version} on {engine} (has {health.version})")
-        answer = await (self._load_published(engine, version) if version else engine.reload_weights())
+        answer = await (self._load_published(engine, version, attempts) if version else engine.reload_weights())
         self._foreign.discard(i)
         return answer
 
-    async def _load_published(self, engine: PrimeEngine, version: int) -> dict[str, Any]:
-        """Load a version that a resumed trainer publishes again; retried because its directory may be replaced."""
+    async def _load_published(self, engine: PrimeEngine, version: int, attempts: int) -> dict[str, Any]:
+        """Load a version that a resumed trainer publishes again, so that its directory may be replaced meanwhile."""
         path = step_path(self.weights_dir, version)
 
         def is_loadable() -> bool:  # the interrupted attempt's announcement has the address of an exited trainer
             return is_complete(path) and (self.has_resumed() or not is_announcement(path))
 
-        for attempts_left in (2, 1, 0):
+        for attempts_left in reversed(range(attempts)):
             await wait_for(
                 lambda: is_loadable() or None,
                 self.weights_dir,
@@ -276,6 +277,7 @@ class ServerPool:
             except WeightSyncError:
                 if not attempts_left:
                     raise
+            await anyio.sleep(LOAD_RETRY_S)
         raise AssertionError("the last attempt returns or raises")
 
     async def _check_canary(self, i: int, answer: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,7 @@ class Servers:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEALTH_CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(module, "LOAD_RETRY_S", 0.01)
 
 
 async def until(ready: Callable[[], bool]) -> None:
@@ -305,6 +307,32 @@ async def test_server_lost_in_its_first_load_may_return(tmp_path: Path, monkeypa
     failures[:] = [FailureKind.REFUSED] * 3
     with pytest.raises(WeightSyncError, match="the connection broke"):
         await pool.server_pool.start()
+
+
+@pytest.mark.anyio
+async def test_a_short_fault_at_the_start_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of the file system. Later, a load is tried once per check: updates of other servers wait for it."""
+    monkeypatch.setattr(module, "LOAD_RETRY_S", 0.05)
+    pool, tries, end = Servers(tmp_path, 1, None), 0, 0.0
+    server = pool.servers[0]
+    publish_step(pool.weights, 10, lambda path: None)
+    pool.version.update(live=10, released=10)
+    load = server.update_weights_from_checkpoint
+
+    async def fail_first(checkpoint_path: str) -> dict[str, Any]:
+        nonlocal tries, end
+        tries, end = tries + 1, end or anyio.current_time() + 0.02
+        if anyio.current_time() < end:
+            raise EngineError(FailureKind.REFUSED, "no such file")
+        return await load(checkpoint_path)
+
+    monkeypatch.setattr(server, "update_weights_from_checkpoint", fail_first)
+    await pool.server_pool.start()
+    assert (server.version, tries) == (10, 2)
+    server.restart()
+    end = math.inf
+    await pool.server_pool.recover(await pool.server_pool.check_servers())
+    assert tries == 3 and list(pool.server_pool.unreachable) == [0] and not pool.version.lock.locked()
 
 
 @pytest.mark.anyio
