@@ -157,14 +157,16 @@ class RequestLog:
         self.put("UPDATE records SET snapshot = ? WHERE id = ?", seq_id, model_id)
         self.put("DELETE FROM requests WHERE target = ? AND seq_id <= ?", model_id, seq_id)
 
-    async def trim_results(self, max_bytes: int) -> None:
-        """Delete results until they fit: fetched ones first, then the oldest."""
-        await self.execute(
-            "DELETE FROM results WHERE id IN (SELECT id FROM (SELECT id, "
+    async def trim_results(self, max_bytes: int) -> int:
+        """Delete results until they fit: fetched ones first, then the oldest. Returns how many were not fetched."""
+        surplus = (
+            "FROM results WHERE id IN (SELECT id FROM (SELECT id, "
             f"sum(ifnull(length(payload), 0) + {ROW_BYTES}) OVER (ORDER BY fetched, cursor DESC) AS total FROM results)"
-            " WHERE total > ?)",
-            max_bytes,
+            " WHERE total > ?)"
         )
+        [(num_lost,)] = await self.execute(f"SELECT count(*) {surplus} AND NOT fetched", max_bytes)
+        await self.execute(f"DELETE {surplus}", max_bytes)
+        return int(num_lost)
 
 
 def _open(path: Path, settings: Mapping[str, Any]) -> sqlite3.Connection:

@@ -404,7 +404,10 @@ class TrainingService:
         max_bytes = round(self.config.limits.max_results_mb * 2**20)
         if self.futures.num_result_bytes > max_bytes / 16:
             self.futures.num_result_bytes = 0
-            await self.log.trim_results(max_bytes)
+            if num_lost := await self.log.trim_results(max_bytes):
+                logger.warning(
+                    f"{num_lost} results were deleted before their clients fetched them: raise limits.max_results_mb"
+                )
 
     async def _delete_ephemeral(self, checkpoint: AdapterCheckpoint) -> None:
         """Delete unnamed weights with their sampling session."""

@@ -82,7 +82,7 @@ def test_fetched_and_old_results_are_trimmed_first(tmp_path: Path) -> None:
     async def work(log: RequestLog) -> None:
         for i in range(6):
             add_result(log, f"r{i}", i, 1000, fetched=i in (3, 5))
-        await log.trim_results(3 * (1000 + ROW_BYTES))
+        assert await log.trim_results(3 * (1000 + ROW_BYTES)) == 1, "r0 was not fetched"
         assert await log.execute("SELECT id FROM results ORDER BY id") == [("r1",), ("r2",), ("r4",)]
 
     use(tmp_path / "db", work)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from loguru import logger
 from running_server import wait_until
 from starlette.testclient import TestClient
 from training_requests import PROTO, TOKENS, Server, build_pass
@@ -323,6 +324,14 @@ def test_fetched_results_are_deleted_first(server: Server, monkeypatch: pytest.M
     assert server.result(old)["path"].endswith("/n1")
     server.client.portal.call(log.trim_results, 0)
     assert server.call("POST", "retrieve_future", json={"request_id": new["request_id"]}).status_code == 410
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING")
+    monkeypatch.setitem(server.service.config.limits.__dict__, "max_results_mb", 1e-6)
+    last = server.post("save_weights", {"model_id": model_id, "seq_id": 3, "path": "n3"})
+    wait_until(lambda: last["request_id"] not in server.service.futures.by_id, "the result")
+    server.client.portal.call(server.service.clean)
+    logger.remove(sink)
+    assert len(lines) == 1 and "deleted before their clients fetched them: raise limits.max_results_mb" in lines[0]
 
 
 def test_unloaded_adapters_are_read_again(server: Server) -> None:
