@@ -34,7 +34,8 @@ def export_samples_to_huggingface_format(samples: Iterable[Sample], path: Path |
     """Rows of `messages` and `metadata`, which `load_dataset("json", data_files=...)` of `datasets` and ours read.
 
     Returns how many. A prompt that is text becomes a user message, the response the assistant's. No message is added to
-    a prompt that is the whole conversation, as those of `load_sft_dataset`.
+    a prompt that is the whole conversation, as those of `load_sft_dataset`. A sample does not have the messages between
+    an agent's turns, whose texts are one message here: write `Trajectory.messages` instead.
     """
     return _write_rows(map(_to_conversation, samples), Path(path))
 
