@@ -57,13 +57,15 @@ def measure_off_policy(inputs: LossInputs, origin: TokenOrigin) -> TokenStats:
     gap = streams.trainer_logprobs.detach() - streams.inference_logprobs
     staleness, position = (x.to(gap.device) for x in (origin.staleness, origin.position))
     ratio, mismatch, stats = gap.clamp(max=20).exp(), compute_kl(-gap), TokenStats()
-    for age in staleness.unique().tolist():
+    # What there is, is read from the origin, on the CPU: a GPU would have to finish the micro-batch first.
+    for age in origin.staleness.unique().tolist():
         if age >= 0:
             name = f"importance_ratio/staleness_{age}{'_or_more' if age == MAX_STALENESS else ''}"
             stats.merge(TokenStats.measure({name: ratio}, staleness == age))
+    num_places = int(origin.position.max()) + 1 if len(origin.position) else 0
     for first, after in zip(POSITIONS, (*POSITIONS[1:], None), strict=True):
         inside = (position >= first) if after is None else (position >= first) & (position < after)
-        if bool(inside.any()):
+        if first < num_places:  # a sample with later places has these, too
             stats.merge(TokenStats.measure({f"mismatch_kl/from_token_{first}": mismatch}, inside))
     unequal = torch.where(gap != 0, position.to(gap.dtype), torch.inf)
     first_places = streams.per_sequence(unequal, "amin")

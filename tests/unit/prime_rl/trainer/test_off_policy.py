@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,22 @@ def test_ratios_are_grouped_by_staleness() -> None:
     assert found["importance_ratio/staleness_1/p05"] == pytest.approx(0.5)
     assert found["importance_ratio/staleness_1/ess"] == pytest.approx(2.5**2 / (2 * 4.25)), "(sum r)^2 / (n sum r^2)"
     assert not any("staleness_-1" in name for name in found), "tokens of unknown age are left out"
+
+
+def test_measuring_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs([1.0] * 40, [0] * 40)
+    streams = {f.name: x.to("meta") for f in fields(inputs) if isinstance(x := getattr(inputs, f.name), torch.Tensor)}
+    measured: list[str] = []
+
+    def measure(values: dict[str, torch.Tensor], mask: torch.Tensor) -> TokenStats:
+        measured.extend(values)
+        return TokenStats()
+
+    monkeypatch.setattr(TokenStats, "measure", measure)
+    origin = TokenOrigin(torch.tensor([2] * 39 + [-1]), torch.arange(40))
+    measure_off_policy(replace(inputs, **streams, num_sequences=1), origin)  # values cannot be read from "meta"
+    mismatches = [f"mismatch_kl/from_token_{first}" for first in (0, 16)]
+    assert measured == ["importance_ratio/staleness_2", *mismatches, "first_mismatch"]
 
 
 def test_mismatch_is_located() -> None:
