@@ -86,15 +86,19 @@ class SparseMLP(nn.Module):
         by_expert = chosen.flatten().argsort(stable=True)
         counts = self._count_chosen(chosen)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # not recomputed in a backward pass
-            self._count(counts if self.counted is None else self._count_chosen(chosen[self.counted]))
+            self._count(counts if self.counted is None else self._count_chosen(chosen, self.counted))
         outputs = self.experts(x[by_expert // self.gate.top_k], counts)
         inverse = torch.empty_like(by_expert)
         inverse[by_expert] = torch.arange(len(by_expert), device=x.device)
         parts = outputs[inverse].unflatten(0, (-1, self.gate.top_k))
         return functools.reduce(torch.add, ((parts * weights[..., None]).unbind(1)))
 
-    def _count_chosen(self, chosen: Int[Tensor, "tokens top_k"]) -> Int[Tensor, " experts"]:
-        return torch.bincount(chosen.flatten(), minlength=self.gate.out_features)
+    def _count_chosen(
+        self, chosen: Int[Tensor, "tokens top_k"], counted: Bool[Tensor, " tokens"] | None = None
+    ) -> Int[Tensor, " experts"]:
+        """Tokens per expert; not by `bincount` and `chosen[counted]`, for which the CPU waits for a GPU."""
+        ones = torch.ones_like(chosen) if counted is None else counted.to(chosen.dtype)[:, None].expand_as(chosen)
+        return chosen.new_zeros(self.gate.out_features).scatter_add_(0, chosen.flatten(), ones.flatten())
 
     def _count(self, counts: Int[Tensor, " experts"]) -> None:
         self.load = counts if self.load is None else self.load + counts

@@ -209,6 +209,15 @@ def test_expert_imbalance_is_recorded_with_gradients() -> None:
     assert compute_imbalance(pop_expert_load(ours))["router/max_violation/mean"] == pytest.approx(60 / 18.75 - 1)
 
 
+def test_counting_tokens_does_not_wait_for_the_gpu() -> None:
+    block = build_pair("qwen3_moe")[1].model.layers[1].mlp
+    assert isinstance(block, SparseMLP)
+    chosen, counted = torch.tensor([[0, 2], [2, 1], [7, 0]]), torch.tensor([True, False, True])
+    assert block._count_chosen(chosen).tolist() == [2, 1, 2, 0, 0, 0, 0, 1]
+    assert block._count_chosen(chosen, counted).tolist() == [2, 0, 1, 0, 0, 0, 0, 1]
+    assert block._count_chosen(chosen.to("meta"), counted.to("meta")).shape == (8,), "no value is read"
+
+
 def test_initial_weights_are_a_pure_function_of_config_and_seed() -> None:
     config = DecoderConfig.from_hf(dict(SHAPE, model_type="qwen3", tie_word_embeddings=True))
     models = [CausalLM(config) for _ in range(3)]
