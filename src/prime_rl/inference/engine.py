@@ -86,8 +86,8 @@ class GenerationRequest:
 class PromptLogprobs:
     """Prompt scores: one entry per prompt token from `prompt_start` on (the first token has no prediction).
 
-    `tail_mass[i]` is the probability mass outside `top_logprobs[i]`. `full` is a tensor `[scored, vocab]` if `FULL`
-    was requested, else None.
+    `tail_mass[i]` is the probability mass outside `top_logprobs[i]`. `full` is a tensor `[scored, vocab]` on the
+    CPU if `FULL` was requested, else None.
     """
 
     logprobs: list[float]

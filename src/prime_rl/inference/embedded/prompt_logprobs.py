@@ -63,7 +63,7 @@ class PromptScorer:
             table = self.support.select(rows).to(logprobs.device).renormalize(logprobs)
         self.logprobs += table.gather(1, index[:, None]).squeeze(1).tolist()
         if self.top == FULL:
-            self.full.append(logprobs)
+            self.full.append(logprobs.cpu())  # here, not in the event loop, which copying gigabytes would block
         best = logprobs.topk(min(max(self.top, 0), logprobs.shape[1]), dim=-1)
         self.tail_mass += _sum_others(logprobs, best.indices).tolist()
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)

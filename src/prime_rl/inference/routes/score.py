@@ -95,7 +95,7 @@ def pack_scores(output: Output) -> PackedScores:
         num_cached=output.num_cached,
     )
     if logprobs.full is not None:
-        scores.top_logprobs = logprobs.full.cpu().numpy().astype("float32").tobytes()
+        scores.top_logprobs = logprobs.full.numpy().astype("float32").tobytes()
         return scores
     scores.top_ids = array("i", [token for row in logprobs.top_logprobs for token, _ in row]).tobytes()
     scores.top_logprobs = _floats([logprob for row in logprobs.top_logprobs for _, logprob in row])

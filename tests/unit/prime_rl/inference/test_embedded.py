@@ -627,6 +627,14 @@ def test_a_prompt_is_scored_as_the_trainer_scores_it(budget: int) -> None:
         assert tail == pytest.approx(1 - row.exp().topk(5).values.double().sum().item(), abs=1e-6)
 
 
+def test_distributions_leave_the_gpu_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor) or tensor)
+    scorer, logprobs = PromptScorer(FULL, 1.0), torch.randn(4, 50).log_softmax(-1)
+    scorer._add(logprobs, [7] * 4)
+    assert len(copied) == 1 and torch.equal(scorer.result().full, logprobs)
+
+
 @pytest.mark.parametrize("gap", [10, 18, 24, 30])
 def test_tail_mass_of_a_certain_token(gap: int) -> None:
     logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
