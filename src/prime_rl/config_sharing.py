@@ -13,13 +13,14 @@ from prime_rl.configuration.schema import FieldSchema, child, default_of, fields
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import TrainEnvConfig
+from prime_rl.runtime.http_access import LOOPBACK
 from prime_rl.runtime.machine import check_port_free
 from prime_rl.trainer.config import LoraConfig, TrainConfig
 from rollouts.training.objectives import PRESETS, AdvantageChoice, Objective
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "prometheus")
 ANY_ADDRESS = ("0.0.0.0", "::")
-LOOPBACK = ("localhost", "127.0.0.1", "::1", *ANY_ADDRESS)
+THIS_MACHINE = (*LOOPBACK, *ANY_ADDRESS)
 MAX_PORTS = 100
 OVERLONG_SHARE = 5
 """The overlong penalty ramps up over the last 1/5 of max_tokens (DAPO: 4096 of 20480)."""
@@ -267,7 +268,8 @@ def build_url(host: str, port: int) -> str:
 def _reaches(url: str, host: str, port: int) -> bool:
     """Whether a URL points to a server on this host and port."""
     parts = urlsplit(url)
-    return (parts.port or 80) == port and (parts.hostname == host or (parts.hostname in LOOPBACK and host in LOOPBACK))
+    is_near = parts.hostname in THIS_MACHINE and host in THIS_MACHINE
+    return (parts.port or 80) == port and (parts.hostname == host or is_near)
 
 
 def _switch_off_fake_data(tables: ConfigTables) -> None:
