@@ -152,8 +152,9 @@ def _choose_source(
     if folder is not None:
         return str(folder), lambda split, count: _without_broken(split, *read_file(find_file(folder, split)))
     log.warning(
-        "no AQuA-RAT files found, so problems are made on the spot: data_dir= names a folder with the files, "
-        "cache_dir= fetches them from the hub"
+        "no AQuA-RAT files found of %s, so problems are made on the spot: data_dir= names a folder with the files, "
+        "cache_dir= fetches them from the hub",
+        " and ".join(dict.fromkeys(splits)),
     )
     return "made", make
 

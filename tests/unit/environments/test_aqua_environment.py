@@ -336,7 +336,9 @@ def test_where_files_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "empty"))
     monkeypatch.delenv("NANOCHAT_AQUA_DIR")
     env = nanochatAquaRat.load_environment(num_train_examples=8, num_eval_examples=2)
-    assert env.source == "made" and [r.levelname for r in caplog.records] == ["WARNING"]
+    [warning] = caplog.records
+    assert env.source == "made" and warning.levelname == "WARNING"
+    assert "no AQuA-RAT files found of train and validation" in warning.getMessage()
 
 
 def test_a_data_dir_may_be_below_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
