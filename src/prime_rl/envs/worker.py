@@ -371,9 +371,10 @@ def main() -> int:
     # The parent handles Ctrl-C and closes the connection. SIG_IGN would be passed on to programs that this one starts.
     signal.signal(signal.SIGINT, lambda *_: None)
     worker = Worker(environment, Heartbeat(heartbeat_fd))
-    flags = {name: getattr(environment, name, False) for name in ("builds_prompts", "scores_groups")}
+    builds_prompts = getattr(environment, "builds_prompts", False)
+    scores_groups = getattr(environment, "scores_groups", False)
     try:
-        send_frame(control, encode(Loaded(**flags, leave_s=worker.leave_s)))
+        send_frame(control, encode(Loaded(None, builds_prompts, scores_groups, worker.leave_s)))
     except BrokenPipeError:  # the parent was stopped meanwhile
         return 0
     asyncio.run(worker.serve(socket.socket(fileno=work_fd), control))
