@@ -74,7 +74,7 @@ class RunCard:
         kind, model, max_steps = self._config
         metric = next((name for name in (*main_metrics(kind), *SHOWN) if name in self._points), None)
         points = self._series().get(metric or "", [])
-        timing = self._clock.read(max_steps, self._status.started)
+        timing = self._clock.read(max_steps)
         return {
             "key": key,
             "name": key,

@@ -68,7 +68,7 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
             "kind": pack_kind(kind),
             "model": run.config_value("model.name") or next((e["summary"].get("model") for e in evals), None),
             "max_steps": run.config_value("max_steps"),
-            **asdict(find_timing(rows, run.config_value("max_steps"), status.started)),
+            **asdict(find_timing(rows, run.config_value("max_steps"))),
             "written": time.time(),
         },
         "offset": offset,

@@ -38,8 +38,6 @@ class RunStatus:
     reason: str | None = None
     has_steps: bool = True
     """Whether its command makes training steps."""
-    started: float = 0.0
-    """Unix seconds at which its command started; 0 if it is not recorded."""
 
     @property
     def text(self) -> str:
@@ -96,7 +94,7 @@ def _from_record(run: LocalRun, recorded: RunState, tail: _Tail) -> RunStatus:
     elif state != "finished":
         reason = f"failed: {recorded.reason}" if state == "failed" and recorded.reason else state
         state = "stopped"
-    return RunStatus(state, tail.step, reason, has_steps, recorded.started)
+    return RunStatus(state, tail.step, reason, has_steps)
 
 
 def _is_fresh(last: float, tail: _Tail) -> bool:

@@ -33,16 +33,11 @@ class Stopwatch:
     _steps: dict[Any, list[tuple[int, float]]] = field(default_factory=dict)
 
     def add(self, attempt: Any, step: int, start: float, end: float, *, is_interval: bool) -> None:
-        """Add a row of `attempt` from unix second `start` to `end`; an interval of a timeline completes no step.
-
-        Rows of a completed step do not count: a resume may repeat its validation after a pause.
-        """
-        steps = self._steps.setdefault(attempt, [])
-        if steps and step <= steps[-1][0]:
-            return
+        """Add a row of `attempt` from unix second `start` to `end`; an interval of a timeline completes no step."""
         first, last = self._spans.get(attempt, (start, end))
         self._spans[attempt] = (min(first, start), max(last, end))
         if not is_interval and step:
+            steps = self._steps.setdefault(attempt, [])
             steps.append((step, end))
             del steps[: -RECENT - 1]
 
@@ -79,17 +74,15 @@ class RunClock:
         is_interval = start is not None or not any("/" in name for name in row)
         watch.add(row.get("attempt"), step, end if start is None else start, end, is_interval=is_interval)
 
-    def read(self, max_steps: int | None, started: float = 0.0) -> Timing:
-        """The times so far of a run whose processes started at unix second `started`."""
+    def read(self, max_steps: int | None) -> Timing:
+        """The times so far."""
         limit = max_steps if isinstance(max_steps, int) else None
-        timing = self._trainer.read(limit) or self._orchestrator.read(limit) or Timing()
-        # Before the first row of a resumed run, the last row is that of the interrupted attempt.
-        return timing if timing.until is None or timing.until >= started else Timing(timing.seconds)
+        return self._trainer.read(limit) or self._orchestrator.read(limit) or Timing()
 
 
-def find_timing(rows: Iterable[Mapping[str, Any]], max_steps: int | None = None, started: float = 0.0) -> Timing:
-    """The times of a run from all its metric rows, see `RunClock.read`."""
+def find_timing(rows: Iterable[Mapping[str, Any]], max_steps: int | None = None) -> Timing:
+    """The times of a run from all its metric rows."""
     clock = RunClock()
     for row in rows:
         clock.add(row)
-    return clock.read(max_steps, started)
+    return clock.read(max_steps)

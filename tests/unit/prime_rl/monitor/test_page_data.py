@@ -139,11 +139,6 @@ def test_duration_counts_training_only() -> None:
     assert seconds([*rows, row("eval", 9000.0)]) == 30, "an evaluation that was made later"
     resumed = [row("trainer", 5000.0 + k, attempt=1) for k in range(11)]
     assert seconds([*rows, *resumed]) == 40, "the pause before the second attempt does not count"
-    steps = [row("sft", 10.0 * step, step=step, **{"loss/mean": 1.0}) for step in range(1, 4)]
-    late = row("sft", 9000.0, step=3, **{"timeline/start": 8990.0})
-    assert seconds([*steps, late, row("sft", 9000.0, step=3, **{"val_loss/mean": 1.0})]) == 20, "made by a resume"
-    timing = find_timing(steps, 20, started=8000.0)
-    assert (timing.seconds, timing.until, timing.finish) == (20, None, None), "a resume that has no row yet"
     assert seconds([row("orchestrator", 1.0), row("orchestrator", 3.0)]) == 2
     assert seconds([]) == 0
 
