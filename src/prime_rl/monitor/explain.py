@@ -153,9 +153,7 @@ def _batch_composition(
         capacity = f" (capacity {rows} x {seq_len} = {rows * seq_len} tokens each)" if rows and seq_len else ""
         shared = _mean(trainer, "batch/shared_ratio") or 0.0
         computed = f", {tokens * (1 - shared):.5g} without shared beginnings," if shared else ""
-        dims = section.get("parallel") or {}
-        num_dp = dims.get("dp") or dims.get("dp_replicate", 1) * (dims.get("dp_shard") or 1)
-        full = tokens * (1 - shared) / (num_dp * micros * rows * seq_len) if rows and seq_len else None
+        full = tokens * (1 - shared) / (micros * rows * seq_len) if rows and seq_len else None
         advice = None
         if steps < WARM_UP + MIN_EVIDENCE:
             pass  # the first batches may not be typical

@@ -43,9 +43,6 @@ def test_explanations_name_stalls_and_fixes() -> None:
         ("batch/samples", 40.0), ("batch/tokens", 1000.0), ("batch/micro_batches", 5.0)
     )}  # fmt: skip
     assert "micro-batches are 25% full" in findings_text(explain({"trainer": batch}, {}, config))
-    for parallel in ({"dp": 2}, {"dp_replicate": 1, "dp_shard": 2}):  # micro-batches are those of a rank
-        several = {"trainer": {**config["trainer"], "parallel": parallel}}
-        assert "micro-batches are 12% full" in findings_text(explain({"trainer": batch}, {}, several))
     text = findings_text(explain({"trainer": batch | {"batch/shared_ratio": [(8, 0.6)]}}, {}, config))
     assert "1000 tokens in all, 400 without shared beginnings, are packed" in text and "are 10% full" in text
     assert findings_text([]) == "no complete step yet"
