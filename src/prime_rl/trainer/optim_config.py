@@ -119,7 +119,7 @@ class LinearSchedulerConfig(BaseConfig):
     """Decay steps at the end of the run."""
 
     min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the last step."""
+    """Learning rate from which the warmup rises, and at the last step."""
 
     def fit(self, num_steps: int) -> LinearSchedulerConfig:
         """This schedule, or one with proportionally shorter warmup and decay that fits into `num_steps` steps."""
@@ -140,7 +140,7 @@ class CosineSchedulerConfig(BaseConfig):
     """Linear warmup steps."""
 
     min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the last step."""
+    """Learning rate from which the warmup rises, and at the last step."""
 
     def fit(self, num_steps: int) -> CosineSchedulerConfig:
         """This schedule, or one that warms up for half of `num_steps` steps if its warmup does not fit."""
