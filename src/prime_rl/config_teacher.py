@@ -58,12 +58,13 @@ def add_teacher(tables: ConfigTables) -> None:
 
 
 def describe_taus(loss: LossConfig) -> str:
-    """The resolved loss weights and the target distribution that they imply."""
+    """The resolved loss weights and the target distribution that they imply, of a run with a teacher."""
     student = loss.teacher_tau if loss.student_tau is None else loss.student_tau
     text = f"adv_tau {loss.adv_tau:g}, teacher_tau {loss.teacher_tau:g}, student_tau {student:g}"
+    if not loss.teacher_tau:
+        return f"{text}: the teacher is only the reference of a KL"
     if student == loss.teacher_tau:
-        distill = loss.distill
-        divergence = DIVERGENCES[distill.direction if distill.estimator in ("topk+tail", "full") else "reverse"]
+        divergence = DIVERGENCES["adaptive" if loss.distill.estimator == "auto" else loss.distill.direction]
         return f"{text}: the target is the teacher's distribution ({divergence})"
     if student == 0:
         return f"{text}: without a student term the target collapses to the teacher's mode"

@@ -100,6 +100,7 @@ def test_the_first_weights_are_a_reference(lora: tuple[str, ...], taus: tuple[st
     config = parse("--orchestrator.teacher_model.weights", "frozen", "--trainer.loss.kl_coef", "0.01", *taus, *lora)
     loss = config.trainer.loss
     assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == (1.0, 0.0, 0.0)
+    assert "only the reference of a KL" in describe_taus(loss)
     assert (config.teacher_inference is None) == bool(lora), "an engine with an adapter also serves the base model"
 
 
@@ -113,9 +114,16 @@ def test_a_reference_kl_is_added_to_a_distillation(given: tuple[str, ...]) -> No
     assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == (0.5, 0.5, 0.5)
 
 
-@pytest.mark.parametrize(("direction", "words"), [("forward", "forward KL"), ("jsd", "Jensen-Shannon")])
-def test_the_direction_of_a_distribution_is_named(direction: str, words: str) -> None:
-    options = ("--trainer.loss.distill.estimator", "topk+tail", "--trainer.loss.distill.direction", direction)
+@pytest.mark.parametrize(
+    ("distill", "words"),
+    [
+        ({"estimator": "topk+tail", "direction": "forward"}, "(forward KL)"),
+        ({"estimator": "topk+tail", "direction": "jsd"}, "Jensen-Shannon"),
+        ({"estimator": "auto"}, "forward KL for tokens"),
+    ],
+)
+def test_the_direction_of_a_distribution_is_named(distill: dict[str, str], words: str) -> None:
+    options = [word for name, value in distill.items() for word in (f"--trainer.loss.distill.{name}", value)]
     assert words in describe_taus(parse(*CONTEXT, *options).trainer.loss)
 
 
