@@ -72,10 +72,10 @@ def group_by_mesh(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def build_schedule(config: SchedulerConfig, lr: float, max_steps: int | None) -> Schedule:
-    """Learning-rate multiplier at step n = 1, 2, ..., max_steps.
+    """Learning-rate multiplier at step n = 1, 2, ..., max_steps, with min = min_lr / lr.
 
-    With min = min_lr / lr, warmup: min + (1 - min) n / warmup_steps. linear: 1, then linear decay to min over the last
-    `decay_steps` steps. cosine: min + (1 - min) (1 + cos(pi p)) / 2 with p from 0 after warmup to 1 at the last step.
+    Warmup: min + (1 - min) n / warmup_steps. linear: 1, then linear decay to min over the last `decay_steps` steps.
+    cosine: min + (1 - min) (1 + cos(pi p)) / 2 with p from 0 after warmup to 1 at the last step.
     The only step of a run has the full rate: it is the last one, too, and would change nothing.
     """
     if isinstance(config, ConstantSchedulerConfig) or max_steps == 1:

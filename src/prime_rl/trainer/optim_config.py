@@ -143,8 +143,8 @@ class CosineSchedulerConfig(BaseConfig):
     """Learning rate from which the warmup rises, and at the last step."""
 
     def fit(self, num_steps: int) -> CosineSchedulerConfig:
-        """This schedule, or one that warms up for half of `num_steps` steps if its warmup does not fit."""
-        return self if self.warmup_steps <= num_steps else self.model_copy(update={"warmup_steps": num_steps // 2})
+        """This schedule, or one that warms up for half of `num_steps` steps if its warmup leaves none to decay."""
+        return self if self.warmup_steps < num_steps else self.model_copy(update={"warmup_steps": num_steps // 2})
 
 
 SchedulerConfig = Annotated[
@@ -161,7 +161,8 @@ def decays(scheduler: SchedulerConfig) -> bool:
 
 def check_schedule(scheduler: SchedulerConfig, num_steps: int, described: str) -> None:
     """Raise `ValueError` when warmup and decay do not fit into `num_steps`, which the message calls `described`."""
-    warmup = 0 if isinstance(scheduler, ConstantSchedulerConfig) else scheduler.warmup_steps
-    decay = scheduler.decay_steps if isinstance(scheduler, LinearSchedulerConfig) else 0
-    if warmup + decay > num_steps:
-        raise ValueError(f"scheduler.warmup_steps {warmup} and decay_steps {decay} do not fit into {described}")
+    if isinstance(scheduler, ConstantSchedulerConfig) or scheduler.fit(max(num_steps, 0)) == scheduler:
+        return
+    names = [name for name in ("warmup_steps", "decay_steps") if name in type(scheduler).model_fields]
+    steps = " and ".join(f"{name} {getattr(scheduler, name)}" for name in names)
+    raise ValueError(f"scheduler.{steps} do not fit into {described}")

@@ -19,6 +19,7 @@ from prime_rl.inference.adapters import read_adapter
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import SFTConfig, SFTDataConfig
 from prime_rl.trainer.models.registry import load_eos_ids
+from prime_rl.trainer.optim_config import CosineSchedulerConfig, check_schedule
 from prime_rl.trainer.sft import data as sft_data
 from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, find_eos_ids
 from prime_rl.trainer.sft.samples import TokenizationStats, check_data, tokenize_rows
@@ -418,6 +419,8 @@ def test_num_epochs_settings_are_checked(tmp_path: Path) -> None:
         ValueError, match=r"warmup_steps 10 and decay_steps 10 do not fit into num_epochs 1 \(2 steps\)"
     ):
         train(config)
+    with pytest.raises(ValueError, match="warmup_steps 2 do not fit into num_epochs 1"):
+        check_schedule(CosineSchedulerConfig(warmup_steps=2), 2, "num_epochs 1")
 
 
 @pytest.mark.parametrize(

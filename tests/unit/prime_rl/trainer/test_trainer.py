@@ -493,6 +493,7 @@ def test_step_timer_sums_phases_and_resets() -> None:
         (["linear"], (1, 2), "warmup_steps 10 -> 1 and decay_steps 10 -> 2"),
         (["linear", "--scheduler.warmup_steps", "0"], (0, 3), "warmup_steps 0 -> 0 and decay_steps 10 -> 3"),
         (["cosine"], (1, None), "warmup_steps 10 -> 1"),
+        (["cosine", "--scheduler.warmup_steps", "3"], (1, None), "warmup_steps 3 -> 1"),
         (["linear", "--scheduler.warmup_steps", "1", "--scheduler.decay_steps", "2"], (1, 2), None),
     ],
 )
