@@ -124,12 +124,13 @@ def check_combination(options: argparse.Namespace) -> None:
         "serve": ("replay", "save_dir"),
         "open": ("replay", "save_dir"),
         "replay": ("report", "explain", "save_dir"),
+        "samples_only": ("save_dir",),
     }
     for option, others in ineffective.items():
         for other in others:
             if options.run is not None and getattr(options, option) and getattr(options, other):
-                name = other.replace("_", "-")
-                raise ValueError(f"--{name} has no effect with --{option}: run the command once with each of them")
+                text = f"--{other} has no effect with --{option}".replace("_", "-")
+                raise ValueError(f"{text}: run the command once with each of them")
 
 
 def serve_pages(options: argparse.Namespace) -> int:

@@ -166,6 +166,7 @@ def test_a_report_comes_with_the_plots(tmp_path: Path, capsys: pytest.CaptureFix
         ("--open", "--replay=3"),
         ("--replay=3", "--report=r.html"),
         ("--replay=3", "--save-dir=plots"),
+        ("--samples-only", "--save-dir=plots"),
     ],
 )
 def test_options_without_effect_are_refused(
