@@ -253,8 +253,9 @@ class RunDir:
 class Attempts:
     """Maps steps to attempts by `attempts.jsonl`, which is re-read after a change.
 
-    A row of the step that a run resumed from, such as a late evaluation, belongs to the attempt that made the step.
-    Trainers record their own attempts; every other process uses those of the orchestrator.
+    A row of the step that a run resumed from, such as a late evaluation, belongs to the attempt that made the step, one
+    of step 0 to the last attempt that began there. Trainers record their own attempts; every other process uses those
+    of the orchestrator.
     """
 
     def __init__(self, out: Path, process: str) -> None:
@@ -264,7 +265,7 @@ class Attempts:
         self._starts: list[tuple[int, int]] = []
 
     def find(self, step: int) -> int:
-        """The number of the last attempt that started before `step`; 0 if none is recorded."""
+        """The number of the last attempt that made `step`; 0 if none is recorded."""
         try:
             size = self._path.stat().st_size
         except OSError:
@@ -274,7 +275,7 @@ class Attempts:
 
             rows = (row for row in load_jsonl(self._path) if row.get("process") == self._process)
             self._size, self._starts = size, [(row["attempt"], row["step"]) for row in rows]
-        return max((number for number, start in self._starts if start < step), default=0)
+        return max((number for number, start in self._starts if start < max(step, 1)), default=0)
 
 
 @contextmanager

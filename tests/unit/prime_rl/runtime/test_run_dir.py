@@ -120,6 +120,12 @@ def test_a_step_belongs_to_the_last_attempt_started_before_it(tmp_path: Path) ->
     assert [attempts.find(step) for step in (0, 20, 21)] == [0, 2, 3], "the file is read again when it has grown"
 
 
+def test_step_0_belongs_to_the_last_attempt_from_there(tmp_path: Path) -> None:
+    """Each start without a checkpoint evaluates the first weights."""
+    assert [RunDir(tmp_path).begin_attempt("trainer", step) for step in (0, 0, 10)] == [0, 1, 2]
+    assert [Attempts(tmp_path, "trainer").find(step) for step in (0, 1, 11)] == [1, 1, 2]
+
+
 def test_a_run_of_an_older_version_was_attempt_0(tmp_path: Path) -> None:
     assert RunDir(tmp_path).begin_attempt("sft", 10) == 1
 
