@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import socket
 import ssl
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,11 +14,11 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from rollouts.training.proxies import KEEP_ALIVE
+
 CONNECT_TIMEOUT_S = 10.0
 SPARE_FILES = 128  # reserved for logs, files and pipes
 MAX_CONNECTING = 128  # concurrent connection attempts: thousands would overflow the server's accept queue
-KEEP_ALIVE = {"TCP_KEEPIDLE": 120, "TCP_KEEPINTVL": 30, "TCP_KEEPCNT": 6}
-"""Probes of a connection that waits (Linux): a machine that is gone closes none, which shows after five minutes."""
 
 OnLine = Callable[[bytes], None]
 """Callback for one line; raises `ValueError` for an invalid one."""
@@ -169,9 +168,8 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport, self.alive = transport, True
         own = transport.get_extra_info("socket")
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEP_ALIVE.items() if hasattr(socket, "TCP_KEEPIDLE") else ():
-            own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for option in KEEP_ALIVE:
+            own.setsockopt(*option)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False

@@ -1,7 +1,8 @@
-"""Proxies and certificates that the environment configures, the same for all requests to one server."""
+"""Proxies and certificates that the environment configures, and socket options, the same for all requests."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -10,6 +11,15 @@ if TYPE_CHECKING:
     import httpx
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in {"TCP_KEEPIDLE": 120, "TCP_KEEPINTVL": 30, "TCP_KEEPCNT": 6}.items()
+        if hasattr(socket, name)
+    ),
+]
+"""Probes of a connection that waits (Linux): a machine that is gone closes none, which shows after five minutes."""
 
 
 def needs_proxy(url: str) -> bool:
@@ -37,5 +47,10 @@ def build_http_client(url: str, headers: Mapping[str, str], max_connections: int
 
     # Loading certificates takes 30 ms, so only for https.
     verify = ssl.create_default_context() if url.startswith("https://") else False
-    limits = httpx.Limits(max_connections=max_connections)
-    return httpx.AsyncClient(timeout=None, headers=headers, limits=limits, trust_env=needs_proxy(url), verify=verify)
+    limits, proxied = httpx.Limits(max_connections=max_connections), needs_proxy(url)
+    transport = None
+    if not proxied:  # whose connections end at the proxy
+        transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, socket_options=KEEP_ALIVE)
+    return httpx.AsyncClient(
+        timeout=None, headers=headers, limits=limits, trust_env=proxied, verify=verify, transport=transport
+    )

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fake_servers import FakeVLLM, serve_fakes
 
-from rollouts.training.proxies import build_http_client, exclude_from_proxies, needs_proxy
+from rollouts.training.proxies import KEEP_ALIVE, build_http_client, exclude_from_proxies, needs_proxy
 from rollouts.training.weight_sync import VLLMEngine
 
 
@@ -60,3 +60,17 @@ def test_https_uses_certificates_of_the_system(monkeypatch: pytest.MonkeyPatch) 
     for scheme in ("https", "http"):
         build_http_client(f"{scheme}://far.example", {})
     assert [(options["verify"], options["trust_env"]) for options in built] == [(context, True), (False, False)]
+
+
+def test_an_update_notices_that_the_machine_is_gone() -> None:
+    """It closes no connection, and loading may take long: the system asks whether it is still there."""
+
+    async def read_options(url: str) -> list[int]:
+        async with build_http_client(url, {}) as client:
+            reply = await client.get(f"{url}/weight_info")
+            connection = reply.extensions["network_stream"].get_extra_info("socket")
+            return [connection.getsockopt(level, name) for level, name, _ in KEEP_ALIVE]
+
+    server = FakeVLLM()
+    with serve_fakes(server):
+        assert anyio.run(read_options, server.url) == [value for *_, value in KEEP_ALIVE]
