@@ -93,7 +93,15 @@ def load_model(
         if isinstance(module, Linear):
             module.exact = placement.attn == "exact"
     if config.lora is not None:
+        was_tied = model.config.tie_word_embeddings
         add_lora(model, build_adapter_spec(config.lora), seed)
+        is_untied = was_tied and not model.config.tie_word_embeddings
+        if is_untied and config.lora.merge and not isinstance(config, SFTModelConfig):
+            raise ValueError(
+                f"model.lora.modules_to_save unties the output head of {config.name} from its embedding: inference "
+                "servers keep them tied and cannot load the merged weights\n"
+                "  leave out lm_head and embed_tokens, or train without model.lora"
+            )
     if placement.attn == "exact" and placement.arithmetic != placement.dtype:
         model.round_inputs(placement.dtype)
     return model, model_dir

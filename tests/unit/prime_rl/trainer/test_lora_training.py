@@ -104,6 +104,14 @@ def test_merged_versions_are_plain_models(base: Path, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, again[name]) for name, tensor in read_tensors(directory).items())
 
 
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_a_tied_head_is_not_untied_for_engines(name: str, tmp_path: Path) -> None:
+    """They could not load the first version."""
+    lora = {"rank": 4, "modules_to_save": [name], "merge": True}
+    with pytest.raises(ValueError, match="modules_to_save unties the output head of tiny-qwen3 from its embedding"):
+        build_backend(make_config(tmp_path, "tiny-qwen3", lora, random_init=True))
+
+
 def test_resumed_adapter_is_bit_identical_with_dropout(base: Path, tmp_path: Path) -> None:
     lora = {"rank": 4, "dropout": 0.3}
     whole = make_config(tmp_path / "whole", base, lora, max_steps=4)
