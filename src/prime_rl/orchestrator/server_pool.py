@@ -29,7 +29,8 @@ from rollouts.training.steps import is_complete, step_path
 from rollouts.training.weight_sync import EngineError, PrimeEngine, WeightSyncError, sync_weights_to_engines
 
 HEALTH_CHECK_INTERVAL_S = 1.0  # requests to a failed server detect it at once; this is only supervision
-LOAD_ATTEMPTS, LOAD_RETRY_S = 3, 5.0  # at the start of a run; later, the next check repeats a failed load
+LOAD_ATTEMPTS = 3  # at the start of a run; later, the next check repeats a failed load
+LOAD_RETRY_S = 5.0  # before a load is repeated
 Result = TypeVar("Result")
 
 
@@ -205,9 +206,15 @@ class ServerPool:
                 await run_concurrently(self._recover, servers)
 
     async def wait_for_recovery(self, error: WeightSyncError) -> bool:
-        """After a failed update: whether only lost servers caused it, and enough have returned for a retry."""
+        """After a failed update: whether a retry may succeed.
+
+        It may once enough servers have returned, if only lost ones failed, and after a short fault of the file system.
+        """
         if not error.is_transient:
-            return False
+            if error.is_repeatable:
+                logger.warning(f"{error}; trying again in {LOAD_RETRY_S:g} s")
+                await anyio.sleep(LOAD_RETRY_S)
+            return error.is_repeatable
         if not self.is_elastic:
             logger.warning(f"{error}; retrying when every server responds")
             for client in self.clients:

@@ -108,7 +108,7 @@ class WeightRelay:
         self._wake()
 
     async def _update_servers(self, step: int, path: Path) -> None:
-        """Load and verify the version on all servers; retry if an unreachable one recovered or is not required."""
+        """Load and verify the version on all servers; retry if one could not read it, recovered or is not required."""
         servers, attempts_left, loaded = self.servers, MAX_ATTEMPTS, dict[int, dict[str, Any]]()
         while True:
             reachable = servers.reachable
@@ -152,7 +152,7 @@ class WeightRelay:
         await sync_weights_to_engines(servers.engines, str(step_path(root, step)))
 
     async def _wait_for_recovery(self, error: WeightSyncError) -> bool:
-        """Whether the update can be retried, because only lost servers failed and enough have returned."""
+        """Whether the update can be retried: see `ServerPool.wait_for_recovery`."""
         if not await self.servers.wait_for_recovery(error):
             return False
         return self.ema_servers is None or await self.ema_servers.wait_for_recovery(error)

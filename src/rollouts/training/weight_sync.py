@@ -52,10 +52,17 @@ class EngineError(RuntimeError):
         """Whether the engine is down, or has no weights yet, so that the request can be repeated once it is ready."""
         return self.kind is FailureKind.UNREACHABLE or self.status == HTTPStatus.SERVICE_UNAVAILABLE
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a repetition may succeed: also after 400, as of files that were unreadable for a moment, where the
+        engine still has the earlier weights."""
+        return self.is_transient or self.status == HTTPStatus.BAD_REQUEST
+
 
 class WeightSyncError(RuntimeError):
     """A weight update failed on at least one engine. In engine order, `states` are (name, "ok" or error), `answers`
-    the responses of the successful engines (empty for the others). `is_transient`: every failure is (`EngineError`)."""
+    the responses of the successful engines (empty for the others). `is_transient`, `is_repeatable`: every failure is
+    (`EngineError`)."""
 
     def __init__(
         self,
@@ -64,8 +71,9 @@ class WeightSyncError(RuntimeError):
         answers: Sequence[dict[str, Any]] = (),
         *,
         is_transient: bool = False,
+        is_repeatable: bool = False,
     ) -> None:
-        self.states, self.is_transient = states, is_transient
+        self.states, self.is_transient, self.is_repeatable = states, is_transient, is_transient or is_repeatable
         self.answers = [answer if _succeeded(answer) else {} for answer in answers]
         listed_states = states if len(states) <= MAX_LISTED else [pair for pair in states if pair[1] != "ok"]
         listed = "; ".join(f"{name}: {state}" for name, state in listed_states)
@@ -214,15 +222,13 @@ async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint
     if not checkpoint_path:
         raise ValueError("no checkpoint_path: pass the directory of the weights")
     answers: list[dict[str, Any]] = [{} for _ in engines]
-    transient: set[int] = set()
+    errors: dict[int, EngineError] = {}
 
     async def load(i: int) -> None:
         try:
             answers[i] = await engines[i].update_weights_from_checkpoint(checkpoint_path)
         except EngineError as error:
-            answers[i] = {"success": False, "message": str(error)}
-            if error.is_transient:
-                transient.add(i)
+            answers[i], errors[i] = {"success": False, "message": str(error)}, error
         except Exception as error:
             answers[i] = {"success": False, "message": f"{type(error).__name__}: {error}"}
 
@@ -232,7 +238,13 @@ async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint
         states = [
             (_name(engine), _error_message(answers[i]) if i in failed else "ok") for i, engine in enumerate(engines)
         ]
-        raise WeightSyncError(checkpoint_path, states, answers, is_transient=failed == transient)
+        raise WeightSyncError(
+            checkpoint_path,
+            states,
+            answers,
+            is_transient=all(i in errors and errors[i].is_transient for i in failed),
+            is_repeatable=all(i in errors and errors[i].is_repeatable for i in failed),
+        )
     return answers
 
 

@@ -155,16 +155,22 @@ def test_one_error_lists_every_engine_in_order(loop: str, checkpoint: str) -> No
     assert not fine.paused and all(fake.paused for fake in (refusing, lying, crashed, forgetful))
 
 
+GONE = EngineError(FailureKind.UNREACHABLE, "gone")
+
+
 @pytest.mark.parametrize(
-    ("errors", "is_transient"),
+    ("errors", "is_transient", "is_repeatable"),
     [
-        ([EngineError(FailureKind.UNREACHABLE, "gone"), EngineError(FailureKind.REFUSED, "starts", 503), None], True),
-        ([EngineError(FailureKind.UNREACHABLE, "gone"), EngineError(FailureKind.REFUSED, "no memory", 500)], False),
-        ([EngineError(FailureKind.REFUSED, "unreachable: answered 503")], False),
-        ([OSError("unreachable: ")], False),
+        ([GONE, EngineError(FailureKind.REFUSED, "starts", 503), None], True, True),
+        ([GONE, EngineError(FailureKind.REFUSED, "no memory", 500)], False, False),
+        ([GONE, EngineError(FailureKind.REFUSED, "no file", 400)], False, True),
+        ([EngineError(FailureKind.REFUSED, "unreachable: answered 503")], False, False),
+        ([OSError("unreachable: ")], False, False),
     ],
 )
-def test_transient_failures(errors: list[Exception | None], is_transient: bool, checkpoint: str) -> None:
+def test_transient_failures(
+    errors: list[Exception | None], is_transient: bool, is_repeatable: bool, checkpoint: str
+) -> None:
     """A lost or starting engine is recognized by its answer, not by the text of a message."""
 
     class Scripted:
@@ -178,7 +184,7 @@ def test_transient_failures(errors: list[Exception | None], is_transient: bool, 
 
     with pytest.raises(WeightSyncError) as error:
         anyio.run(sync_weights_to_engines, [Scripted(error) for error in errors], checkpoint)
-    assert error.value.is_transient is is_transient
+    assert (error.value.is_transient, error.value.is_repeatable) == (is_transient, is_repeatable)
 
 
 def test_success_false_in_a_good_reply_is_a_refusal(checkpoint: str) -> None:

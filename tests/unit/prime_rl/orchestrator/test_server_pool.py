@@ -336,6 +336,31 @@ async def test_a_short_fault_at_the_start_is_survived(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("needed", [1, 2])
+async def test_a_short_fault_in_an_update_is_survived(
+    needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that cannot read the weights answers 400 and keeps the earlier ones; other answers are final."""
+    pool, answers = Servers(tmp_path, 2, needed), [400, 400]
+    server = pool.servers[0]
+    load = server.update_weights_from_checkpoint
+
+    async def fail_first(checkpoint_path: str) -> dict[str, Any]:
+        if answers:
+            raise EngineError(FailureKind.REFUSED, "cannot be read", answers.pop())
+        return await load(checkpoint_path)
+
+    monkeypatch.setattr(server, "update_weights_from_checkpoint", fail_first)
+    await pool.publish(1)
+    assert [server.version for server in pool.servers] == [1, 1] and not pool.server_pool.unreachable
+    for status, left in ((400, 10 - MAX_ATTEMPTS), (403, 9)):
+        answers[:] = [status] * 10
+        with pytest.raises(WeightSyncError, match="cannot be read"):
+            await pool.publish(2)
+        assert len(answers) == left
+
+
+@pytest.mark.anyio
 async def test_canary_of_a_current_server_has_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new run, and a check during an update: nothing is loaded, so only /health names the dtype."""
     pool, compared = Servers(tmp_path, 1, None), []
