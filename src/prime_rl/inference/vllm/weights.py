@@ -113,7 +113,7 @@ class WeightUpdater:
         changes = (adapter is None) != (self._adapter is None)
         async with self._updating:
             start = time.time()
-            was_paused = bool(await client.is_paused())
+            was_paused = self.broken is None and bool(await client.is_paused())
             if changes:
                 self._settled.clear()
             try:

@@ -511,6 +511,7 @@ def test_weights_that_cannot_be_trusted_leave_vllm_as_it_was(routes: tuple[Starl
         assert (await http.post("/v1/chat/completions", json={"model": "m"})).status_code == 503
         client.failing = set()
         assert (await http.post("/reload_weights")).json()["version"] == 0
+        assert not client.paused, "its weights are known again"
         assert (await http.get("/health")).json() == {"status": "ok", "version": 0}
 
     talk(app, use)
