@@ -254,14 +254,20 @@ class ServerPool:
             logger.success(f"{self.engines[i]} recovered: serves version {self.version.live}")
 
     async def _load_live(self, i: int, health: Health, attempts: int = 1) -> dict[str, Any]:
-        """Load the live version unless the server has it or reports none; returns its answer, else its numerics."""
+        """Load the live version unless the server has it or reports none; returns its answer, else its numerics.
+
+        A server that an earlier run left paused, as after a mismatch of its canary, is resumed.
+        """
         version, engine = self.version.live, self.engines[i]
         is_live = health.version == version and not health.awaits_weights and i not in self._foreign
-        if health.version is None or is_live:
-            return {"exact": health.exact, "dtype": health.dtype, "arithmetic": health.arithmetic}
-        logger.info(f"Loading version {version} on {engine} (has {health.version})")
-        answer = await (self._load_published(engine, version, attempts) if version else engine.reload_weights())
-        self._foreign.discard(i)
+        answer: dict[str, Any] = {"exact": health.exact, "dtype": health.dtype, "arithmetic": health.arithmetic}
+        if not (health.version is None or is_live):
+            logger.info(f"Loading version {version} on {engine} (has {health.version})")
+            answer = await (self._load_published(engine, version, attempts) if version else engine.reload_weights())
+            self._foreign.discard(i)
+        if health.is_paused:
+            logger.warning(f"{engine} was paused, as after a log-prob mismatch in an earlier run: resuming it")
+            await engine.post("/resume")
         return answer
 
     async def _load_published(self, engine: PrimeEngine, version: int, attempts: int) -> dict[str, Any]:

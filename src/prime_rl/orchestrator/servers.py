@@ -73,6 +73,7 @@ class Health(NamedTuple):
     exact: bool = False
     dtype: str = ""
     arithmetic: str = ""
+    is_paused: bool = False
 
 
 async def read_health(client: InferenceClient) -> Health:
@@ -84,8 +85,14 @@ async def read_health(client: InferenceClient) -> Health:
         return Health()
     if not isinstance(fields, dict):
         return Health()
-    numerics = bool(fields.get("exact")), str(fields.get("dtype", "")), str(fields.get("arithmetic", ""))
-    return Health(fields.get("version"), bool(fields.get("awaits_weights")), *numerics)
+    return Health(
+        fields.get("version"),
+        bool(fields.get("awaits_weights")),
+        bool(fields.get("exact")),
+        str(fields.get("dtype", "")),
+        str(fields.get("arithmetic", "")),
+        bool(fields.get("is_paused")),
+    )
 
 
 async def wait_until_ready(client: InferenceClient, timeout_s: float) -> Health:

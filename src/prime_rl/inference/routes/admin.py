@@ -119,13 +119,15 @@ def _build_cards(service: ServerState) -> list[Json]:
 
 
 async def health(service: ServerState, request: Request) -> Response:
-    """GET /health: 200 with the weight version, whether weights are awaited, and numerics; 503 if the engine failed."""
+    """GET /health: 200 with the weight version, numerics, whether weights are awaited and whether generation is paused;
+    503 if the engine failed."""
     if service.engine.error is not None:
         raise EngineFailed(f"engine failed: {service.engine.error}")
     if service.engine.engine.problem is not None:
         raise ApiError(service.engine.engine.problem, status=503)
-    waits = {"awaits_weights": True} if service.awaits_weights else {}
-    return answer({"status": "ok", "version": service.version} | service.numerics | waits)
+    states = {"awaits_weights": service.awaits_weights, "is_paused": service.engine.paused}
+    given = {name: True for name, is_set in states.items() if is_set}
+    return answer({"status": "ok", "version": service.version} | service.numerics | given)
 
 
 async def metrics(service: ServerState, request: Request) -> Response:

@@ -51,6 +51,8 @@ class PrimeRoutes:
         self.model_dir = Path(os.environ[MODEL_DIR_VARIABLE])
         self.weights = WeightUpdater(self.config, self.model_dir)
         self.num_requests = 0
+        self.is_paused = False
+        """By a request; weight updates pause vLLM, too."""
         self.loaded: dict[str, tuple[Path, int]] = {}
         """Names of adapters, also of unloaded ones, with the directory and modification time of their weights."""
         self._hosts = build_hosts(self.config.server)
@@ -236,12 +238,14 @@ async def pause(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     if mode not in ("keep", "abort", "wait"):
         raise ApiError(f"mode {mode!r} is not supported: use keep, abort or wait", param="mode")
     await client.pause_generation(mode=mode, clear_cache=False)
+    routes.is_paused = True
     return answer({"status": "paused", "version": routes.weights.version})
 
 
 async def resume(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """POST /resume"""
     await client.resume_generation()
+    routes.is_paused = False
     return answer({"status": "resumed", "version": routes.weights.version})
 
 
@@ -261,6 +265,7 @@ async def health(routes: PrimeRoutes, request: Request, client: Any) -> Response
     return answer(
         {"status": "ok", "version": routes.weights.version}
         | ({"awaits_weights": True} if routes.weights.awaits_weights else {})
+        | ({"is_paused": True} if routes.is_paused else {})
     )
 
 

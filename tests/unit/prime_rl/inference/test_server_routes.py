@@ -293,9 +293,11 @@ def test_pause_freezes_and_resume_continues(server: RunningServer) -> None:
     assert server.post("/pause", {}).json()["status"] == "paused"
     held = server.metric("generated_tokens_total")
     assert server.http.get("/is_paused").json() == {"is_paused": True} and server.metric("paused") == 1
+    assert server.http.get("/health").json()["is_paused"] is True
     assert server.metric("generated_tokens_total") == held and server.metric("requests_running") == 1
     assert server.post("/pause?mode=wait", {}).status_code == 400
     assert server.post("/resume", {}).json()["status"] == "resumed"
+    assert "is_paused" not in server.http.get("/health").json()
     running.join(DEADLINE_S)
     assert answers.pop().json()["usage"]["completion_tokens"] == 300
     running = threading.Thread(target=ask)

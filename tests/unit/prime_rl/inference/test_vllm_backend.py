@@ -709,11 +709,12 @@ def test_a_paused_server_stays_paused_after_an_update(routes: tuple[Starlette, F
     paths = [publish(root, step) for step in (3, 4)]
     client.failing = {"step_3"}
 
-    async def use(http: httpx.AsyncClient) -> list[int]:
+    async def use(http: httpx.AsyncClient) -> tuple[list[int], Any]:
         await http.post("/pause", params={"mode": "keep"})
-        return [(await http.post("/update_weights", json={"weight_dir": str(path)})).status_code for path in paths]
+        statuses = [(await http.post("/update_weights", json={"weight_dir": str(path)})).status_code for path in paths]
+        return statuses, (await http.get("/health")).json()
 
-    assert talk(app, use) == [400, 200]
+    assert talk(app, use) == ([400, 200], {"status": "ok", "version": 4, "is_paused": True})
     assert client.paused and "resume" not in client.calls and "load step_4" in client.calls
 
 

@@ -30,6 +30,7 @@ class Server:
     def __init__(self, number: int) -> None:
         self.root_url = self.base_url = f"http://server{number}"
         self.there, self.version, self.awaits_weights, self.silent = True, 0, False, False
+        self.is_paused = False
         self.loads: list[int] = []
         self.numerics: dict[str, Any] = {}
 
@@ -43,7 +44,8 @@ class Server:
         await anyio.lowlevel.checkpoint()
         if not self.there:
             raise ConnectionError("connection refused")
-        return msgspec.json.encode({"version": self.version, "awaits_weights": self.awaits_weights} | self.numerics)
+        states = {"awaits_weights": self.awaits_weights, "is_paused": self.is_paused}
+        return msgspec.json.encode({"version": self.version} | states | self.numerics)
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()
@@ -59,6 +61,11 @@ class Server:
         self.version, self.awaits_weights = 0, False
         self.loads.append(0)
         return {"success": True}
+
+    async def post(self, path: str) -> dict[str, Any]:
+        assert path == "/resume" and self.loads, "not with the weights of another run"
+        self.is_paused = False
+        return {}
 
     def restart(self) -> None:
         self.there, self.version, self.awaits_weights = True, 0, True
@@ -393,6 +400,23 @@ async def test_a_resumed_run_loads_its_weights_once(tmp_path: Path) -> None:
         late.there = not late.there
         await pool.server_pool.recover(await pool.server_pool.check_servers())
     assert first.loads == late.loads == [10] and not pool.server_pool.unreachable
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("live", [0, 10])
+async def test_a_server_left_paused_by_another_run_is_resumed(tmp_path: Path, live: int) -> None:
+    """Log-probs that do not match the trainer's end a run and leave the server paused."""
+    pool = Servers(tmp_path, 2, 1)
+    for server in pool.servers:
+        server.version, server.is_paused = 3, True
+    late = pool.servers[1]
+    late.there = False
+    publish_step(pool.weights, live, lambda path: None)
+    pool.version.update(live=live, released=live)
+    await pool.server_pool.start()
+    late.there = True
+    await pool.server_pool.recover(await pool.server_pool.check_servers())
+    assert [(server.loads, server.is_paused) for server in pool.servers] == [([live], False)] * 2
 
 
 @pytest.mark.anyio
