@@ -27,7 +27,7 @@ from prime_rl.inference.tool_parser import MessageParser
 from prime_rl.inference.vllm.chats import ChatGuard
 from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE
 from prime_rl.inference.vllm.translate import chat_from_completion, clip_limits, completion_from_chat
-from prime_rl.inference.vllm.weights import WeightUpdater
+from prime_rl.inference.vllm.weights import WeightUpdater, read_numerics
 from prime_rl.inference.weight_dirs import check_step, parse_directory
 from prime_rl.inference.weight_receiver import init_broadcast, parse_version
 from prime_rl.runtime.tokenizer import load_tokenizer
@@ -264,6 +264,7 @@ async def health(routes: PrimeRoutes, request: Request, client: Any) -> Response
         raise ApiError(f"engine failed: {error}", status=503) from error
     return answer(
         {"status": "ok", "version": routes.weights.version}
+        | read_numerics(client)
         | ({"awaits_weights": True} if routes.weights.awaits_weights else {})
         | ({"is_paused": True} if routes.is_paused else {})
     )

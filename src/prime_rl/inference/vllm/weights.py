@@ -143,8 +143,7 @@ class WeightUpdater:
         self._warn(report)
         verified = {name: (digests or {}).get(name, digest) for name, digest in report["digests"].items()}
         notes = {name: report[name] for name in ("repaired", "unknown", "rounded") if report[name]}
-        dtype = str(client.model_config.dtype).removeprefix("torch.")
-        return {"status": "ok", "version": version, "digests": verified, "exact": False, "dtype": dtype, **notes}
+        return {"status": "ok", "version": version, "digests": verified} | read_numerics(client) | notes
 
     def _warn(self, report: Json) -> None:
         if report["repaired"] and not self._warned_repair:
@@ -222,6 +221,11 @@ class WeightUpdater:
             merged |= {prompt * len(spans) + index: span for index, span in spans}
             prompt += 1
         return merged
+
+
+def read_numerics(client: Any) -> Json:
+    """How log-probs are computed, on which their comparison with the trainer's depends."""
+    return {"exact": False, "dtype": str(client.model_config.dtype).removeprefix("torch.")}
 
 
 def build_lora_request(directory: Path) -> Any:
