@@ -119,6 +119,8 @@ class ServerState:
             return WaitStatus(f"has failed: {self.engine.error}", None, None, queues)
         if self.engine.engine.problem is not None:
             return WaitStatus(f"is stalled: {self.engine.engine.problem}", None, None, queues)
+        if self._updating.locked():
+            return WaitStatus("loads weights", None, None, queues)
         if self.awaits_weights:
             return WaitStatus("waits for its first weight update", "orchestrator", None, queues)
         if self.engine.paused:

@@ -111,6 +111,8 @@ class Orchestrator:
                 return WaitStatus(description, name, anyio.current_time() - since, queues)
         if num := rollouts.num_running:
             return WaitStatus(f"waits for inference: {num} groups in flight", "inference", None, queues)
+        if self.version.lock.locked():
+            return WaitStatus("waits for inference servers to load weights", "inference", None, queues)
         if relay.num_sent > live:
             return WaitStatus(f"waits for version {live + 1}", "trainer", relay.waited_s, queues)
         return WaitStatus(f"waits for {self.evaluations.in_progress}", None, None, queues)

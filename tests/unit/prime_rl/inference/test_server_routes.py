@@ -21,6 +21,7 @@ from starlette.responses import Response
 from tokenizers.processors import TemplateProcessing
 
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.embedded.loading import WeightReader
 from prime_rl.inference.engine import EngineStats, GenerationRequest
 from prime_rl.inference.initial_weights import prepare_model_dir
 from prime_rl.inference.responses import Writer
@@ -334,6 +335,22 @@ def test_restarted_server_rejects_requests_until_weights_arrive(server: RunningS
     assert server.post("/reload_weights", {}).status_code == 200
     assert server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).status_code == 200
     assert "awaits_weights" not in server.http.get("/health").json()
+
+
+def test_a_hang_report_names_a_load(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, read = threading.Event(), WeightReader.read_base
+
+    def hang(reader: WeightReader) -> Any:
+        go_on.wait(DEADLINE_S)
+        return read(reader)
+
+    monkeypatch.setattr(WeightReader, "read_base", hang)
+    loading = threading.Thread(target=lambda: server.post("/reload_weights", {}))
+    loading.start()
+    wait_until(lambda: server.service.describe_wait().what == "loads weights", "the load")
+    go_on.set()
+    loading.join(DEADLINE_S)
+    assert server.service.describe_wait().what == "is idle"
 
 
 def test_full_queue_returns_429() -> None:

@@ -9,9 +9,11 @@ import re
 import statistics
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import anyio
 import pytest
@@ -28,6 +30,7 @@ from prime_rl.orchestrator.orchestrator import run_orchestrator
 from prime_rl.orchestrator.policy_version import PolicyVersion
 from prime_rl.orchestrator.rollout_manager import build_generator, find_drop_reason
 from prime_rl.orchestrator.server_pool import ServerPool
+from prime_rl.orchestrator.setup import Orchestrator
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from prime_rl.transport.batches import FilesystemBatchReceiver, FilesystemBatchSender
@@ -680,6 +683,24 @@ def test_ema_teacher_loads_every_version(tmp_path: Path) -> None:
     publish_dir(tmp_path / "average" / "step_3", lambda path: None)
     anyio.run(load, 3)
     assert (engine.loaded[-1], teacher.loaded) == ("step_3", ["step_3"])
+
+
+def test_a_hang_report_names_servers_that_load_weights() -> None:
+    """Not the trainer, which has published them."""
+    values: dict[str, Any] = {field.name: MagicMock() for field in fields(Orchestrator)}
+    values |= {"version": PolicyVersion(), "ema_servers": None}
+    orchestrator = Orchestrator(**values)
+    values["servers"].is_below_minimum = False
+    values["rollouts"].num_running, values["relay"].num_sent, values["relay"].waited_s = 0, 1, 400.0
+
+    async def main() -> list[tuple[str, str | None]]:
+        async with orchestrator.version.lock:
+            states = [orchestrator.describe_wait()]
+        return [(state.what, state.on) for state in (*states, orchestrator.describe_wait())]
+
+    loading, waiting = anyio.run(main)
+    assert loading == ("waits for inference servers to load weights", "inference")
+    assert waiting == ("waits for version 1", "trainer")
 
 
 def test_checkpoint_requires_both_halves(tmp_path: Path) -> None:
