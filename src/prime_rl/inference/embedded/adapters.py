@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,15 +42,12 @@ def pack_adapter(changes: Mapping[str, LoraDelta], num_layers: int) -> PackedDel
     matrices: dict[int, tuple[Tensor, Tensor]] = {}
     for module, change in changes.items():
         place, a, b = find_place(module), change.a, change.b
-        if place is None or a is None or b is None or change.parameters or not cpu_kernels.runs_here(a, b):
+        if place is None or not cpu_kernels.runs_here(a, b):
             return None
         if not has_delta_bits(a.shape[1], b.shape[0], a.shape[0]):
             return None
         matrices[place] = (a, b)
-    if (
-        len({(change.scale, a.shape[0]) for change, (a, _) in zip(changes.values(), matrices.values(), strict=True)})
-        != 1
-    ):
+    if len({(change.scale, len(change.a)) for change in changes.values()}) != 1:
         return None
     return PackedDelta(matrices, next(iter(changes.values())).scale, num_layers * len(KINDS))
 
@@ -90,26 +87,24 @@ class Adapters:
         """Add or replace an adapter; returns the digests of its tensors. `ValueError` without changes if it does not
         fit."""
         plain = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in tensors.items()}
-        if whole := sorted(key for key in plain if ".lora_A." not in key and ".lora_B." not in key):
-            raise ValueError(
-                f"adapter {name!r} has the full tensor {whole[0]}, which multi-LoRA cannot serve: merge it"
-            )
         self._table.put(name, Adapter(LoraSpec(spec.rank, spec.alpha), plain))
         self._pack(name)
         self._loads += 1
         self.served[name] = LoadedAdapter(spec, (name, self._loads))
-        self._whole[name] = BatchDelta(name, {m: held[name] for m, held in self._table.changes.items() if name in held})
-        held: dict[str, Tensor | None] = {}
-        for module, changes in self._table.changes.items():
-            if name in changes:
-                held |= {f"{module}.lora_A.weight": changes[name].a, f"{module}.lora_B.weight": changes[name].b}
-        loaded = ((key, held[key.removeprefix(PEFT_PREFIX)], tensor.dtype) for key, tensor in tensors.items())
-        return digest_tensors((key, cast(Tensor, tensor).to(dtype)) for key, tensor, dtype in loaded)
+        changes = self._changes(name)
+        self._whole[name] = BatchDelta(name, changes)
+        held = {f"{module}.lora_A.weight": change.a for module, change in changes.items()}
+        held |= {f"{module}.lora_B.weight": change.b for module, change in changes.items()}
+        return digest_tensors((key, held[key.removeprefix(PEFT_PREFIX)].to(t.dtype)) for key, t in tensors.items())
+
+    def _changes(self, name: str) -> dict[str, LoraDelta]:
+        """The deltas of an adapter by module."""
+        return {module: held[name] for module, held in self._table.changes.items() if name in held}
 
     def _pack(self, name: str) -> None:
         """Let the kernel hold the matrices of an adapter that it supports."""
         self._packed.pop(name, None)
-        changes = {module: held[name] for module, held in self._table.changes.items() if name in held}
+        changes = self._changes(name)
         packed = pack_adapter(changes, self._num_layers) if self._has_places else None
         if packed is not None:
             self._packed[name] = packed
@@ -182,8 +177,7 @@ class BatchDelta:
     ) -> None:
         """As `RowChanges`."""
         for module, start, end in parts:
-            delta = self.deltas.get(module)
-            if delta is not None and delta.a is not None and delta.b is not None:
+            if (delta := self.deltas.get(module)) is not None:
                 y[:, start:end].addmm_(F.linear(x, delta.a), delta.b.t(), alpha=delta.scale)
 
     def changes_module(self, module: str) -> bool:
@@ -219,8 +213,7 @@ class LoraRouting:
                     self.batch.add(place, x, y[:, start:end])
                 continue
             for name, (index, count) in self._rows.items():
-                change = changes.get(name)
-                if change is not None and change.a is not None and change.b is not None:
+                if (change := changes.get(name)) is not None:
                     delta = lora_delta(x[index], change.a, change.b, change.scale)[:count]
                     y[index[:count], start:end] += delta
 

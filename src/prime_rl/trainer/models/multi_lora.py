@@ -9,13 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from prime_rl.trainer.lora import Adapter, lora_delta
@@ -25,20 +24,11 @@ from rollouts.training.numerics import min_rows, repeat_last
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """Effect of one adapter on one module: a low-rank update, or replaced parameters."""
+    """Low-rank update of one module by one adapter: y + scale * B (A x)."""
 
-    a: Tensor | None = None
-    b: Tensor | None = None
-    scale: float = 1.0
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-
-    def apply(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Adapted output for rows `x` with base output `y`."""
-        if self.parameters:
-            out: Tensor = functional_call(module, self.parameters, (x,))
-            return out
-        assert self.a is not None and self.b is not None
-        return y + lora_delta(x, self.a, self.b, self.scale)
+    a: Tensor
+    b: Tensor
+    scale: float
 
 
 class _SliceDeltas(torch.autograd.Function):
@@ -159,9 +149,9 @@ class AdapterTable:
                 return None
             x, rows = args[0].flatten(0, -2), y.flatten(0, -2)
             out = rows.clone()
-            with self.route({}):  # modules with replaced parameters are called again, without adapters
-                for change, index, count in active:
-                    out[index[:count]] = change.apply(module, x[index], rows[index])[:count]
+            for change, index, count in active:
+                delta = lora_delta(x[index], change.a, change.b, change.scale)
+                out[index[:count]] = (rows[index] + delta)[:count]
             return out.view_as(y)
 
         return change_rows
@@ -170,31 +160,29 @@ class AdapterTable:
         """Deltas of an adapter by module, on the device of the model; `ValueError` as `put`."""
         device, modules = self.model.embedding().device, dict(self.model.named_modules())
         tensors = {key: tensor.to(device, self._dtype) for key, tensor in adapter.tensors.items()}
+        if whole := sorted(key for key in tensors if ".lora_A." not in key and ".lora_B." not in key):
+            raise ValueError(
+                f"adapter {name!r} has the full tensor {whole[0]}, which multi-LoRA cannot serve: merge it"
+            )
         changes: dict[str, LoraDelta] = {}
-        for key, tensor in tensors.items():
-            module_name, _, parameter = key.rpartition(".")
-            low_rank = module_name.endswith((".lora_A", ".lora_B"))
-            owner = module_name[: -len(".lora_A")] if low_rank else module_name
-            module = modules.get(owner)
-            if module is None or (not low_rank and parameter not in dict(module.named_parameters(recurse=False))):
+        for key in tensors:
+            owner = key.rpartition(".lora_")[0]
+            module, pair = modules.get(owner), [f"{owner}.lora_{kind}.weight" for kind in "AB"]
+            if module is None:
                 raise ValueError(f"adapter {name!r} adapts {owner}, which this model does not have")
-            if not low_rank:
-                _check_shape(name, key, tensor, tuple(module.get_parameter(parameter).shape))
-                earlier = changes.get(owner, LoraDelta()).parameters
-                changes[owner] = LoraDelta(parameters={**earlier, parameter: tensor})
-            else:
-                a, b = (tensors.get(f"{owner}.lora_{kind}.weight") for kind in "AB")
-                if a is None or b is None or parameter != "weight" or not isinstance(module, nn.Linear):
-                    raise ValueError(f"adapter {name!r} has no matching pair of matrices for {owner}")
-                rank = adapter.spec.rank
-                _check_shape(name, f"{owner}.lora_A.weight", a, (rank, module.in_features), f" (r = {rank})")
-                _check_shape(name, f"{owner}.lora_B.weight", b, (module.out_features, rank), f" (r = {rank})")
-                changes[owner] = LoraDelta(a, b, adapter.spec.scale)
+            if key not in pair or not tensors.keys() >= set(pair) or not isinstance(module, nn.Linear):
+                raise ValueError(f"adapter {name!r} has no matching pair of matrices for {owner}")
+            a, b = (tensors[matrix] for matrix in pair)
+            rank = adapter.spec.rank
+            _check_shape(name, pair[0], a, (rank, module.in_features), rank)
+            _check_shape(name, pair[1], b, (module.out_features, rank), rank)
+            changes[owner] = LoraDelta(a, b, adapter.spec.scale)
         if not changes:
             raise ValueError(f"adapter {name!r} has no tensors: it is damaged, save it again")
         return changes
 
 
-def _check_shape(adapter: str, name: str, tensor: Tensor, shape: tuple[int, ...], reason: str = "") -> None:
+def _check_shape(adapter: str, name: str, tensor: Tensor, shape: tuple[int, int], rank: int) -> None:
     if tuple(tensor.shape) != shape:
-        raise ValueError(f"adapter {adapter!r}: {name} has shape {tuple(tensor.shape)}, it should be {shape}{reason}")
+        found = tuple(tensor.shape)
+        raise ValueError(f"adapter {adapter!r}: {name} has shape {found}, it should be {shape} (r = {rank})")

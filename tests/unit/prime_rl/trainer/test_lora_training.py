@@ -16,10 +16,9 @@ from prime_rl.trainer import backend as backend_module
 from prime_rl.trainer import model as model_module
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.trainer.lora import load_adapter
+from prime_rl.trainer.lora import adapter_tensors, add_lora, load_adapter
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.multi_lora import AdapterTable
 from prime_rl.trainer.models.registry import load_causal_lm, load_decoder, read_tensors
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.rl.train import train
@@ -67,11 +66,12 @@ def test_published_adapter_is_a_valid_model_name(base: Path, tmp_path: Path) -> 
     merged = load_decoder(directory)
     frozen = read_tensors(base)["model.layers.0.input_layernorm.weight"]
     assert torch.equal(merged.model.layers[0].input_layernorm.weight, frozen)
-    table = AdapterTable(load_decoder(base))
-    table.put("mine", load_adapter(directory))
-    ids = torch.arange(20)
-    with torch.no_grad(), table.route({"mine": ids}):
-        torch.testing.assert_close(compute_hidden(merged, ids), compute_hidden(table.model, ids), atol=1e-5, rtol=1e-5)
+    adapter, trained, ids = load_adapter(directory), load_decoder(base), torch.arange(20)
+    add_lora(trained, adapter.spec)
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(trained).items():
+            tensor.copy_(adapter.tensors[name])
+        torch.testing.assert_close(compute_hidden(merged, ids), compute_hidden(trained, ids), atol=1e-5, rtol=1e-5)
 
     train(make_config(tmp_path / "more", directory, {"rank": 2}, max_steps=1))
     assert load_adapter(tmp_path / "more" / "weights" / "step_1").base_model == str(directory.resolve())
