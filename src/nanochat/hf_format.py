@@ -1,4 +1,4 @@
-"""Converts nanochat models to and from Hugging Face directories for `rl`, `transformers` and vLLM."""
+"""Converts nanochat models to Hugging Face directories for `rl`, `transformers` and vLLM."""
 
 from __future__ import annotations
 
@@ -38,12 +38,6 @@ def hf_name(name: str) -> str:
 def to_hf(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under their Hugging Face names; views, not copies."""
     return {hf_name(name): tensor for name, tensor in held.items()}
-
-
-def from_hf(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """The inverse: a state dict of `GPT`."""
-    parts = [f"transformer.h.{layer}.{part}.weight" for layer in range(config.n_layer) for part in _LAYER_PARTS]
-    return {name: tensors[hf_name(name)] for name in ("transformer.wte.weight", *parts, "lm_head.weight")}
 
 
 def to_hf_config(config: GPTConfig, tokenizer: NanochatTokenizer) -> dict[str, Any]:
