@@ -62,6 +62,18 @@ from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats
 Loss = Callable[[LossInputs], LossOutput]
 
 
+@dataclass(frozen=True)
+class WrappedLoss:
+    """Base of losses that add to another one, whose aggregation unit they keep."""
+
+    loss: Loss
+
+    @property
+    def mean_over(self) -> str:
+        """Aggregation unit of the loss."""
+        return getattr(self.loss, "mean_over", "token")
+
+
 @contextmanager
 def step_advice() -> Iterator[None]:
     """Convert errors of torch whose cure is known: out of memory to `MemoryError`, a setting to `ValueError`."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from prime_rl.trainer.backend import Backend, Loss
+from prime_rl.trainer.backend import Backend, WrappedLoss
 from prime_rl.trainer.config import CriticConfig
 from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats
 from rollouts.training.rl_losses.value import compute_gae, compute_value_losses, whiten
@@ -19,16 +19,10 @@ Streams = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class CriticLoss:
+class CriticLoss(WrappedLoss):
     """A loss plus the value loss, which is a mean over tokens; it is 0 on reference samples."""
 
-    loss: Loss
     config: CriticConfig
-
-    @property
-    def mean_over(self) -> str:
-        """Aggregation unit of the policy's loss."""
-        return getattr(self.loss, "mean_over", "token")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Both losses of a micro-batch."""

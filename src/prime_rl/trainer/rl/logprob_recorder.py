@@ -5,29 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from prime_rl.runtime.run_dir import Attempts, RunDir
+from prime_rl.trainer.backend import WrappedLoss
 from rollouts.training.metrics import append_jsonl
 from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss
 from rollouts.training.types import Sample
 
 
-class RecordingLoss:
+@dataclass(frozen=True)
+class RecordingLoss(WrappedLoss):
     """A loss that records its trainer log-probs by `sample_ids` of the micro-batch."""
 
-    def __init__(self, loss: PolicyLoss) -> None:
-        self.loss = loss
-        self.recorded: dict[tuple[int, ...], Tensor] = {}
-
-    @property
-    def mean_over(self) -> str:
-        """Aggregation unit of the loss."""
-        return self.loss.mean_over
+    recorded: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Record the log-probs and compute the loss."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from prime_rl.trainer.backend import Loss
+from prime_rl.trainer.backend import WrappedLoss
 from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats, compute_kl
 from rollouts.training.types import Sample
 
@@ -30,17 +30,11 @@ class TokenOrigin:
 
 
 @dataclass(frozen=True)
-class MeasuredLoss:
+class MeasuredLoss(WrappedLoss):
     """A loss with off-policy diagnostics of a batch that trains version `step - 1`."""
 
-    loss: Loss
     samples: Sequence[Sample]
     step: int
-
-    @property
-    def mean_over(self) -> str:
-        """Aggregation unit of the loss."""
-        return getattr(self.loss, "mean_over", "token")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Loss and statistics of a micro-batch."""

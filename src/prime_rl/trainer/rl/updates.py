@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from prime_rl.trainer.backend import Backend, Loss
+from prime_rl.trainer.backend import Backend, Loss, WrappedLoss
 from prime_rl.trainer.config import CriticConfig
 from prime_rl.trainer.rl.critic import CriticLoss, Streams, compute_targets
 from rollouts.training.backends.step import StepReport
@@ -17,16 +17,10 @@ from rollouts.training.types import Sample
 
 
 @dataclass(frozen=True)
-class PreparedLoss:
+class PreparedLoss(WrappedLoss):
     """A loss with streams that were computed before the first update, by `sample_ids` of the micro-batch."""
 
-    loss: Loss
     streams: Mapping[tuple[int, ...], Streams]
-
-    @property
-    def mean_over(self) -> str:
-        """Aggregation unit of the loss."""
-        return getattr(self.loss, "mean_over", "token")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Loss of a micro-batch."""
