@@ -31,6 +31,7 @@ from prime_rl.inference.vllm.weights import WeightUpdater, read_numerics
 from prime_rl.inference.weight_dirs import check_step, parse_directory
 from prime_rl.inference.weight_receiver import init_broadcast, parse_version
 from prime_rl.runtime.tokenizer import load_tokenizer
+from prime_rl.telemetry.prometheus import Sample, render_samples
 from prime_rl.transport.weights import ADAPTER_WEIGHTS_FILE, is_adapter
 
 Scope = MutableMapping[str, Any]
@@ -353,14 +354,11 @@ def _find_card(routes: PrimeRoutes, name: str, content: Any) -> Any:
 
 
 def _add_metrics(routes: PrimeRoutes, text: str) -> str:
-    rows = (
-        ("policy_version", "Version of the weights in service.", routes.weights.version),
-        ("requests_in_flight", "Unfinished requests.", routes.num_requests),
-    )
-    return text + "".join(
-        f"# HELP prime_rl_{name} {what}\n# TYPE prime_rl_{name} gauge\nprime_rl_{name} {value}\n"
-        for name, what, value in rows
-    )
+    rows: list[Sample] = [
+        ("policy_version", "gauge", "Version of the weights in service.", routes.weights.version),
+        ("requests_in_flight", "gauge", "Unfinished requests.", routes.num_requests),
+    ]
+    return text + render_samples(rows)
 
 
 def _replay(data: bytes, receive: Any) -> Any:
