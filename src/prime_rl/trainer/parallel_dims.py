@@ -8,7 +8,7 @@ Dimensions with the most communication are innermost: tensor parallel ranks are 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -25,7 +25,6 @@ __all__ = [
     "MeshAxisGroup",
     "ParallelDims",
     "build_mesh",
-    "count_ranks",
     "destroy_process_group",
     "init_process_group",
 ]
@@ -69,19 +68,14 @@ class Mesh:
         return self.tp.rank == self.cp.rank == 0 and self.pp.rank == self.pp.size - 1
 
 
-def count_ranks(parallel: ParallelDims, environ: Mapping[str, str]) -> int:
-    """World size set by torchrun; `ValueError` when it contradicts the config."""
-    started = int(environ.get("WORLD_SIZE", "1"))
-    parallel.resolve(started)
-    return started
-
-
 def init_process_group(parallel: ParallelDims, timeout_s: float, device: torch.device) -> Ranks:
     """Initialize the process group: gloo for CPUs, NCCL for GPUs; a single rank needs none.
 
-    An existing process group is reused. `TimeoutError` when the ranks do not connect within `timeout_s`.
+    An existing process group is reused. `ValueError` if torchrun started another number of ranks than the config has,
+    `TimeoutError` when they do not connect within `timeout_s`.
     """
-    size = count_ranks(parallel, os.environ)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    parallel.resolve(size)
     if size == 1:
         return Ranks(device=device)
     if device.type == "cuda":

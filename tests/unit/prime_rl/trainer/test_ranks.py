@@ -8,7 +8,6 @@ from rank_steps import pack, rl_config
 
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import ParallelDims
-from prime_rl.trainer.parallel_dims import count_ranks
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from rollouts.training.backends.ranks import Ranks
@@ -50,12 +49,11 @@ def test_share_has_local_samples_and_global_totals() -> None:
 
 
 def test_the_number_of_ranks_is_checked() -> None:
-    assert count_ranks(ParallelDims(), {}) == 1
-    assert count_ranks(ParallelDims(), {"WORLD_SIZE": "3"}) == count_ranks(ParallelDims(dp=3), {"WORLD_SIZE": "3"}) == 3
+    assert ParallelDims().resolve(3).dp == ParallelDims(dp=3).resolve(3).dp == 3
     with pytest.raises(ValueError, match=r"parallel\.dp is 4 but 2 ranks .*--nproc-per-node 4"):
-        count_ranks(ParallelDims(dp=4), {"WORLD_SIZE": "2"})
+        ParallelDims(dp=4).resolve(2)
     with pytest.raises(ValueError, match=r"dp_replicate is 2, which does not divide 3"):
-        count_ranks(ParallelDims(dp_replicate=2), {"WORLD_SIZE": "3"})
+        ParallelDims(dp_replicate=2).resolve(3)
     with pytest.raises(ValueError, match="dp_replicate 3 does not divide dp 4"):
         ParallelDims(dp=4, dp_replicate=3)
 
