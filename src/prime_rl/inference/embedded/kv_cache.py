@@ -50,11 +50,6 @@ class KVCache:
         self._layers, self._heads, self._dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
 
     @property
-    def num_tokens(self) -> int:
-        """Number of allocated positions."""
-        return sum(block.shape[2] for block in self.blocks) * BLOCK
-
-    @property
     def num_pages(self) -> list[int]:
         """Number of pages of every block."""
         return [block.shape[2] for block in self.blocks]
