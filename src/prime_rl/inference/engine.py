@@ -318,7 +318,7 @@ class EngineThread:
     _inbox: deque[Callable[[], None]] = field(default_factory=deque)
     _calls: set[Future[Any]] = field(default_factory=set)  # posted and without a result
     _closed: bool = False
-    _paused: bool = False
+    paused: bool = False
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -354,16 +354,11 @@ class EngineThread:
         self._post(run, future)
         return future
 
-    @property
-    def paused(self) -> bool:
-        """Whether stepping is paused."""
-        return self._paused
-
     def pause(self, abort: bool = False) -> Future[None]:
         """Stop stepping until `resume`; running requests are kept, or aborted with `abort`."""
 
         def stop(engine: GenerationEngine) -> None:
-            self._paused = True
+            self.paused = True
             if abort and (events := engine.abort()):
                 self.deliver(events)
             engine.pause()
@@ -375,7 +370,7 @@ class EngineThread:
 
         def go(engine: GenerationEngine) -> None:
             engine.resume()
-            self._paused = False
+            self.paused = False
 
         return self.call(go)
 
@@ -447,7 +442,7 @@ class EngineThread:
             self.deliver([Output(request, [], [], [], [], "error", str(error))])
 
     def _has_work(self) -> bool:
-        return not self._paused and self.engine.has_work()
+        return not self.paused and self.engine.has_work()
 
     def _should_wake(self) -> bool:
         return bool(self._inbox) or self._closed or self._has_work()
