@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
+from token_filters import filter_logprobs
 from torch import Tensor
 
-from prime_rl.inference.embedded.sampler import filter_logprobs
 from prime_rl.inference.engine import SamplingParams
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.batching import pack_samples, pad_samples

@@ -191,11 +191,6 @@ def adjust_logits(logits: Float[Tensor, " vocab"], row: Sequence) -> None:
         logits[torch.from_numpy(row.grammar.forbidden()).to(logits.device)] = float("-inf")
 
 
-def filter_logprobs(logprobs: Float[Tensor, "rows vocab"], params: list[SamplingParams]) -> Float[Tensor, "rows vocab"]:
-    """Minus infinity for what the settings of each row exclude."""
-    return apply_filters(logprobs, build_filters(list(range(len(params))), params, logprobs.device))
-
-
 def apply_filters(logprobs: Float[Tensor, "rows vocab"], filters: Filters) -> Float[Tensor, "rows vocab"]:
     """Minus infinity for what `min_p`, `top_k` and then `top_p` exclude; at least one token of each row remains."""
     min_p, top_k, top_p = filters.min_p, filters.top_k, filters.top_p

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import build_smollm2
+from token_filters import filter_logprobs
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers import models as token_models
 from torch import Tensor
@@ -33,7 +34,7 @@ from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK, zeros
 from prime_rl.inference.embedded.prefix_cache import FIRST_SHARE, CachedPrefix, PrefixIndex
 from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
-from prime_rl.inference.embedded.sampler import adjust_logits, build_sampling_batch, filter_logprobs, sample
+from prime_rl.inference.embedded.sampler import adjust_logits, build_sampling_batch, sample
 from prime_rl.inference.embedded.scheduler import TOKENS_BESIDE_DECODING, ScheduledBatch
 from prime_rl.inference.embedded.sequence import Sequence
 from prime_rl.inference.engine import (

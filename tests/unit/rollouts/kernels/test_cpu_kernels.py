@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from token_filters import filter_logprobs
 from torch import Tensor
 
 from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.inference.embedded.sampler import filter_logprobs
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.models import causal_lm
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention, has_kernel_bits
