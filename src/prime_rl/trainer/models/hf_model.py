@@ -396,7 +396,7 @@ def has_experts(inner: Any) -> bool:
 
 
 def describe_config(config: Any, is_sparse: bool) -> DecoderConfig:
-    """Model dimensions needed by training; fields about the computation itself are placeholders."""
+    """Model dimensions needed by training; fields about the computation itself keep their defaults."""
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if is_sparse else ()
     heads = getattr(config, "num_attention_heads", None) or 1  # state-space models have none
     return DecoderConfig(
@@ -409,14 +409,8 @@ def describe_config(config: Any, is_sparse: bool) -> DecoderConfig:
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        rope_theta=10000.0,
-        rope_scaling=None,
         max_position_embeddings=getattr(config, "max_position_embeddings", 32768),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         initializer_range=getattr(config, "initializer_range", 0.02),
         logit_cap=getattr(config, "final_logit_softcapping", None),
         num_experts=_find_size(config, *experts),
