@@ -84,21 +84,11 @@ class AdapterTable:
         self._handles: dict[str, RemovableHandle] = {}
         self._rows: dict[str, tuple[Int[Tensor, " rows"], int]] = {}
         self._local = _Slices()
-        self._names: set[str] = set()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the loaded adapters."""
-        return sorted(self._names)
 
     def put(self, name: str, adapter: Adapter) -> None:
         """Add or replace an adapter; `ValueError`, without any change, when it does not match the model."""
         new = self._build(name, adapter)
         self.remove(name)
-        self._names.add(name)
         for module_name, change in new.items():
             if module_name not in self.changes:
                 self.changes[module_name] = {}
@@ -108,7 +98,6 @@ class AdapterTable:
 
     def remove(self, name: str) -> None:
         """Remove an adapter, if loaded."""
-        self._names.discard(name)
         for module_name, changes in list(self.changes.items()):
             changes.pop(name, None)
             if not changes:
