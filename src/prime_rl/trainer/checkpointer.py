@@ -12,12 +12,12 @@ from loguru import logger
 
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.backend import Backend
-from prime_rl.trainer.ckpt import PART, is_checkpoint_due, load_checkpoint, read_progress, save_checkpoint
+from prime_rl.trainer.ckpt import PART, load_checkpoint, read_progress, save_checkpoint
 from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.optim import build_schedule
 from prime_rl.trainer.optim_config import check_schedule
 from rollouts.training.backends.ranks import Ranks
-from rollouts.training.steps import prune_commits, prune_steps, remove_unfinished
+from rollouts.training.steps import is_due, prune_commits, prune_steps, remove_unfinished
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
@@ -33,8 +33,8 @@ class Checkpointer:
     parts: tuple[str, ...] = (PART,)
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after this step."""
-        return is_checkpoint_due(step, self.config, self.max_steps)
+        """Whether to save after this step: every `interval` steps and after the last."""
+        return self.config is not None and is_due(step, self.config.interval, self.max_steps)
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
         """Save the training state and prune older checkpoints (collective)."""

@@ -36,7 +36,6 @@ from rollouts.training.steps import (
     commit_dir,
     describe_files,
     is_complete,
-    is_due,
     publish_dir,
     step_path,
     temporary_path,
@@ -211,11 +210,6 @@ def _select_progress(progress: dict[str, Any], config: CkptConfig) -> dict[str, 
     if config.skip_progress and (position := selected.get("position")):
         selected["position"] = {**position, "start": [position["epoch"], position["offset"]]}
     return selected
-
-
-def is_checkpoint_due(step: int, config: CkptConfig | None, max_steps: int | None) -> bool:
-    """Whether to save a checkpoint after this step: every `interval` steps and after the last."""
-    return config is not None and is_due(step, config.interval, max_steps)
 
 
 def _optimizer_tensors(

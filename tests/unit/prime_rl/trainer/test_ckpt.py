@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,12 +18,7 @@ from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from prime_rl.runtime.run_state import read_run_state
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.checkpointer import Checkpointer
-from prime_rl.trainer.ckpt import (
-    is_checkpoint_due,
-    load_checkpoint,
-    publish_together,
-    save_checkpoint,
-)
+from prime_rl.trainer.ckpt import load_checkpoint, publish_together, save_checkpoint
 from prime_rl.trainer.command import build_record, run_trainer
 from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.rl.train import train as train_rl
@@ -509,10 +504,12 @@ def test_invalid_skips_are_rejected() -> None:
 
 
 def test_checkpoints_are_due_at_intervals_and_at_the_end() -> None:
-    config = CkptConfig(interval=4)
-    assert [s for s in range(1, 11) if is_checkpoint_due(s, config, 10)] == [4, 8, 10]
-    assert [s for s in range(1, 11) if is_checkpoint_due(s, CkptConfig(), 10)] == [10]
-    assert not is_checkpoint_due(10, None, 10)
+    def find_due(config: CkptConfig | None) -> list[int]:
+        saver = Checkpointer(Path(), cast(Any, None), config, 10)
+        return [step for step in range(1, 11) if saver.is_due(step)]
+
+    assert find_due(CkptConfig(interval=4)) == [4, 8, 10]
+    assert find_due(CkptConfig()) == [10] and find_due(None) == []
 
 
 def commit(root: Path, step: int, *parts: str) -> None:
