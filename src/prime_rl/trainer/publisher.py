@@ -62,11 +62,6 @@ class Publisher:
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "publish"), init=False)
     _pending: Future[None] | None = field(default=None, init=False)
 
-    @property
-    def weights_dir(self) -> Path:
-        """Directory of the published weights."""
-        return self.run.weights
-
     def publish(self, step: int, texts: Sequence[Sequence[int]] = (), *, background: bool = False) -> None:
         """Publish version `step` (collective), then remove versions that no engine needs.
 
@@ -99,7 +94,7 @@ class Publisher:
             computed = canary or backend.compute_canary(step, texts)
             if backend.ranks.rank == 0:
                 if is_file:
-                    self._write(self.weights_dir, step, computed, tensors)
+                    self._write(self.run.weights, step, computed, tensors)
                 if deltas is not None:
                     deltas.publish(step, tensors, computed, is_anchor=is_file)
                 self._prune(step)
@@ -158,7 +153,7 @@ class Publisher:
             return
         oldest = step - retention.max_async_level - 1  # that an engine may have to load
         if self.deltas is not None:  # it starts from the full weights before
-            oldest = max((full for full in complete_steps(self.weights_dir) if full <= oldest), default=0)
+            oldest = max((full for full in complete_steps(self.run.weights) if full <= oldest), default=0)
         for root in self.run.version_dirs:
             weights.prune_weights(
                 root,

@@ -140,7 +140,7 @@ class TrainerRun:
         self.step_logger.monitor.finish()
         destroy_process_group()
         self.publisher.close()
-        num_steps, weights_dir = self.backend.stepper.num_steps, self.publisher.weights_dir
+        num_steps, weights_dir = self.backend.stepper.num_steps, self.publisher.run.weights
         logger.success(f"Finished after step {num_steps}" + (f", weights in {weights_dir}" if keeps_output else ""))
         is_launched = TOKEN_VARIABLE in os.environ  # launchers print their own summary
         if self.backend.ranks.rank == 0 and keeps_output and not is_launched:

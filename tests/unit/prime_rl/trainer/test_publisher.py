@@ -107,16 +107,16 @@ def test_updates_can_wait_for_files_written_meanwhile(
     monkeypatch.setattr(publisher.weights, "publish_weights", write_later)
     expected = {name: tensor.clone() for name, tensor in backend.export_state_dict().items()}
     ours.publish(1, background=True)
-    assert not complete_steps(ours.weights_dir), "returns before the files are complete"
+    assert not complete_steps(ours.run.weights), "returns before the files are complete"
     may_write.set()
     ours.wait()
     with torch.no_grad():
         for parameter in backend.model.parameters():
             parameter.zero_()
-    written = load_file(ours.weights_dir / "step_1" / "model.safetensors")
+    written = load_file(ours.run.weights / "step_1" / "model.safetensors")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in written.items())
     ours.publish(2)
-    assert complete_steps(ours.weights_dir) == [1, 2], "without `background`, complete on return"
+    assert complete_steps(ours.run.weights) == [1, 2], "without `background`, complete on return"
 
 
 def test_canaries_are_computed_meanwhile_where_threads_are_used(
@@ -136,7 +136,7 @@ def test_canaries_are_computed_meanwhile_where_threads_are_used(
     ours.publish(2, texts, background=True)
     ours.wait()
     assert threads[0] == threading.current_thread().name and threads[1].startswith("publish")
-    first, second = (read_canary(ours.weights_dir / f"step_{step}") for step in (1, 2))
+    first, second = (read_canary(ours.run.weights / f"step_{step}") for step in (1, 2))
     assert first is not None and second is not None and first.logprobs == second.logprobs
 
 
