@@ -22,6 +22,7 @@ from prime_rl.trainer.models.moe import SparseMLP, split_experts
 from rollouts.kernels.cpu import name_bf16_instructions, supports_rounded_queries
 from rollouts.kernels.linear import Linear
 from rollouts.kernels.select import Kernels, find_kernels
+from rollouts.training.rl_losses.logprobs import cap_logits
 from rollouts.training.tensor_files import copy_tensor
 
 
@@ -324,7 +325,8 @@ class CausalLM(nn.Module):
                 copy_tensor(tensors, name, tensor)
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
-        return self.lm_head(hidden)
+        """Logits with the cap of the config, as in losses."""
+        return cap_logits(self.lm_head(hidden), self.config.logit_cap)
 
     def round_inputs(self, dtype: torch.dtype) -> None:
         """Choose the arithmetic of exact mode for weights in `dtype`, which may be stored in fp32.

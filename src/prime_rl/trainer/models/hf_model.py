@@ -35,7 +35,6 @@ from prime_rl.transport.weights import is_adapter, read_index
 from rollouts.kernels.linear import Linear
 from rollouts.training.json_files import read_json_file
 from rollouts.training.model_config import check_model_config
-from rollouts.training.rl_losses.logprobs import cap_logits
 
 PROBE_LENGTHS = (11, 6)
 """Lengths of the sequences on which the ways to compute a pack are compared; the second is a prefix of the first."""
@@ -191,10 +190,6 @@ class HFCausalLM(CausalLM):
             hidden = self._forward_rows(input_ids, positions, attend)
         hidden = hidden.to(self.embedding().dtype)  # Mamba keeps its residual stream in float32
         return hidden if self.head_scale == 1 else hidden * self.head_scale
-
-    def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
-        """Logits with the cap of the config, as in losses."""
-        return cap_logits(self.lm_head(hidden), self.config.logit_cap)
 
     def _forward_rows(self, input_ids: Tensor, positions: Tensor, attend: AttentionBackend) -> Tensor:
         if isinstance(attend, RoundedAttention):

@@ -34,9 +34,6 @@ class NanochatLM(CausalLM):
     ) -> Float[Tensor, "tokens hidden"]:
         return self.gpt.hidden(input_ids, positions, attend)
 
-    def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
-        return self.gpt.logits(hidden)
-
     def layers(self) -> list[nn.Module]:
         """The transformer blocks."""
         return self.gpt.blocks()
