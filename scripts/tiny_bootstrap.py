@@ -76,10 +76,11 @@ def bootstrap(config: TinyBootstrapConfig) -> None:
     from nanochat.checkpoint_manager import DIGEST_KEY, save_checkpoint
     from nanochat.common import get_base_dir, resolve_device
     from nanochat.gpt import GPT, GPTConfig
-    from nanochat.learner import NanochatTrainer, NLLLoss
+    from nanochat.learner import NanochatTrainer
     from nanochat.optim import build_optimizer
     from nanochat.tokenizer import NanochatTokenizer
     from rollouts.training.backends.ranks import Ranks
+    from rollouts.training.rl_losses import nll_loss
 
     began = time.process_time()
     conversations = build_conversations(config)
@@ -108,7 +109,7 @@ def bootstrap(config: TinyBootstrapConfig) -> None:
     learner = NanochatTrainer(
         model,
         optimizer,
-        NLLLoss(),
+        nll_loss,
         ranks=Ranks(device=torch.device("cpu")),
         micro_batch_size=config.batch_size,
         schedule=lambda step: min(1.0, 2 * (1 - (step - 1) / config.num_steps)),

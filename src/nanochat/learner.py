@@ -16,7 +16,7 @@ from nanochat.gpt import GPT, causal_attention
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep, StepReport
 from rollouts.training.batching import pad_samples
-from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss, TokenStats, nll_loss
+from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss, TokenStats
 from rollouts.training.sampling import keep_top_k
 from rollouts.training.types import Sample
 
@@ -32,20 +32,10 @@ class StepResult:
     grad_norms: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class NLLLoss:
-    """Negative log-likelihood of supervised fine-tuning."""
-
-    mean_over = "token"
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Sum and count of one micro-batch."""
-        return nll_loss(inputs)
-
-
 class NanochatTrainer:
     """Data-parallel trainer with a replicated model. `top_k` must match the sampler's.
 
+    A `loss` without a unit, such as `nll_loss`, is averaged over tokens.
     `micro_batch_size` bounds the samples of one pass on one rank. `reference` gives the log-probs that a KL term of the
     loss compares with.
     """
@@ -54,7 +44,7 @@ class NanochatTrainer:
         self,
         model: GPT,
         optimizer: torch.optim.Optimizer,
-        loss: PolicyLoss | NLLLoss,
+        loss: Callable[[LossInputs], LossOutput],
         *,
         ranks: Ranks,
         micro_batch_size: int,
@@ -70,10 +60,9 @@ class NanochatTrainer:
 
     def learn(self, samples: Sequence[Sample]) -> StepResult:
         """One step on all samples; every rank passes the same list."""
-        usable = [s for s in samples if s.response_length]
-        count = len(usable) if self.loss.mean_over == "sequence" else sum(s.response_length for s in usable)
-        stats = TokenStats()
-        teaches = usable if _has_other_terms(self.loss) else [s for s in usable if any(s.advantages or [])]
+        usable, count = self._find_usable(samples)
+        stats, loss = TokenStats(), self.loss
+        teaches = [s for s in usable if loss.has_gradient(s)] if isinstance(loss, PolicyLoss) else usable
         # Longest first, round-robin: ranks and micro-batches get samples of similar length.
         mine = sorted(teaches, key=lambda s: -len(s.tokens))[self.ranks.rank :: self.ranks.size]
         for start in range(0, len(mine), self.micro_batch_size):
@@ -93,11 +82,16 @@ class NanochatTrainer:
     @torch.no_grad()
     def measure_loss(self, samples: Sequence[Sample]) -> float:
         """The current loss of these samples, per token or sequence as in a step, without an update."""
-        usable = [s for s in samples if s.response_length]
-        count = len(usable) if self.loss.mean_over == "sequence" else sum(s.response_length for s in usable)
+        usable, count = self._find_usable(samples)
         starts = range(0, len(usable), self.micro_batch_size)
         parts = [self._compute_loss(usable[i : i + self.micro_batch_size]) for i in starts]
         return sum(float(part.loss_sum) for part in parts) / max(1, count)
+
+    def _find_usable(self, samples: Sequence[Sample]) -> tuple[list[Sample], int]:
+        """The samples with loss, and the number of their sequences or tokens that the loss is averaged over."""
+        usable = [s for s in samples if s.response_length]
+        is_by_sequence = getattr(self.loss, "mean_over", "token") == "sequence"
+        return usable, len(usable) if is_by_sequence else sum(s.response_length for s in usable)
 
     def _backward(self, samples: Sequence[Sample], count: float) -> TokenStats:
         out = self._compute_loss(samples)
@@ -130,14 +124,6 @@ class NanochatTrainer:
         )
         out.stats.merge(TokenStats.measure({"logprobs": logprobs}))
         return out
-
-
-def _has_other_terms(loss: PolicyLoss | NLLLoss) -> bool:
-    """Whether a sample with zero advantage has a gradient."""
-    if isinstance(loss, NLLLoss):
-        return True
-    objective = loss.objective
-    return bool(objective.kl_tau or objective.kl_coef or objective.entropy_coef or objective.inference_kl_coef)
 
 
 def _score(
