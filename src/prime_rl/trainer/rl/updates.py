@@ -27,20 +27,6 @@ class PreparedLoss(WrappedLoss):
         return self.loss(replace(inputs, **self.streams[inputs.sample_ids]))  # type: ignore[arg-type]
 
 
-class InputRecorder:
-    """A loss that records its inputs without gradients, one entry per micro-batch with loss."""
-
-    def __init__(self, mean_over: str) -> None:
-        self.mean_over = mean_over
-        self.recorded: list[LossInputs] = []
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Record the inputs; the loss is 0."""
-        self.recorded.append(inputs)
-        zero = inputs.trainer_logprobs.new_zeros(())
-        return LossOutput(zero, zero)
-
-
 def split_batch(samples: Sequence[Sample], num_minibatches: int, seed: str) -> list[list[int]]:
     """Indices of the samples of each minibatch: a random partition, a function of `seed`.
 
@@ -129,15 +115,21 @@ def prepare_streams(
     is_decoupled = loss.objective.old_logprobs == "recomputed"
     if critic is None and not is_decoupled:
         return {}, TokenStats()
-    recorder, stats = InputRecorder(loss.mean_over), TokenStats()
+    recorded, stats = list[LossInputs](), TokenStats()
+
+    def record(inputs: LossInputs) -> LossOutput:
+        recorded.append(inputs)
+        zero = inputs.trainer_logprobs.new_zeros(())
+        return LossOutput(zero, zero)
+
     for micros in minibatches:
-        backend.evaluate(micros, recorder)
-    streams = list[Streams]({} for _ in recorder.recorded)
+        backend.evaluate(micros, record)
+    streams = list[Streams]({} for _ in recorded)
     if critic is not None:
-        streams, stats = compute_targets(backend, recorder.recorded, critic)
-    for one, inputs in zip(streams, recorder.recorded, strict=True) if is_decoupled else ():
+        streams, stats = compute_targets(backend, recorded, critic)
+    for one, inputs in zip(streams, recorded, strict=True) if is_decoupled else ():
         one["old_logprobs"] = inputs.trainer_logprobs
-    return {inputs.sample_ids: one for one, inputs in zip(streams, recorder.recorded, strict=True)}, stats
+    return {inputs.sample_ids: one for one, inputs in zip(streams, recorded, strict=True)}, stats
 
 
 def merge_reports(reports: Sequence[StepReport]) -> StepReport:
