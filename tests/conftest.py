@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
+from inspect import getmembers
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def pytest_collection() -> Iterator[None]:
 
     Collect seldom afterwards: tests parse sources and build models, which the default scans every 700 objects.
     Then compile the CPU kernels, if they have changed: half a minute beside other tests, whose servers would be late.
-    The peak of the CPU is measured once.
+    The peak of the CPU is measured once, and the builtins of Triton's language are listed once.
     """
     gc.disable()
     yield
@@ -91,6 +92,27 @@ def pytest_collection() -> Iterator[None]:
         from prime_rl.trainer import perf
 
         perf.measure_peak_flops = cache(perf.measure_peak_flops)
+    if "triton" in sys.modules:  # milliseconds in each launch of a kernel, and in each `tl.sum` and the like in it
+        _list_triton_builtins_once()
+
+
+def _list_triton_builtins_once() -> None:
+    """Triton's interpreter replaces them, and looks for them among all members of its modules, again and again."""
+    from triton.runtime import interpreter
+
+    is_builtin = interpreter.tl.core.is_builtin
+
+    @cache  # asked for the first time before anything is replaced
+    def list_builtins(module: Any) -> list[str]:
+        return [name for name, member in getmembers(module) if is_builtin(member)]
+
+    def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
+        for name in list_builtins(module):
+            member = getattr(module, name)
+            if is_builtin(member):  # else it is replaced already
+                interpreter._patch_attr(module, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` has deselected
