@@ -17,9 +17,10 @@ class Module:
     """One parsed source file."""
 
     name: str
-    path: Path
+    text: str
     tree: ast.Module
     is_package: bool = False
+    classes: list[ast.ClassDef] = field(default_factory=list)
     eager: set[str] = field(default_factory=set)
     """Modules that are imported when this one is loaded."""
     imports: dict[str, int] = field(default_factory=dict)
@@ -51,9 +52,12 @@ def read_modules(src: Path) -> dict[str, Module]:
         parts = path.relative_to(src).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
-        modules[name] = Module(name, path, ast.parse(path.read_text(encoding="utf-8")), is_package)
+        text = path.read_text(encoding="utf-8")
+        modules[name] = Module(name, text, ast.parse(text), is_package)
     for module in modules.values():
-        for node, eager in _walk(module.tree):
+        for node, eager in _walk(module):
+            if isinstance(node, ast.ClassDef):
+                module.classes.append(node)
             for name in _imported_names(node, module, modules):
                 line = getattr(node, "lineno", 0)
                 module.imports[name] = min(line, module.imports.get(name, line))
@@ -86,8 +90,10 @@ def list_packages(architecture: Mapping[str, Any]) -> list[Package]:
 
 def find_package(module: str, packages: list[Package]) -> Package | None:
     """The package that `module` belongs to: the one with the longest name that contains it."""
-    names = [(name, package) for package in packages for name in package.modules if is_inside(module, name)]
-    return max(names, key=lambda pair: len(pair[0]))[1] if names else None
+    homes = {name: package for package in packages for name in package.modules}
+    parts = module.split(".")
+    names = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+    return next((homes[name] for name in names if name in homes), None)
 
 
 def find_cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
@@ -136,22 +142,25 @@ def _imported_names(node: ast.AST, module: Module, known: Mapping[str, Module]) 
             base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
         for alias in node.names:
             yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base
-    elif isinstance(node, ast.Call) and node.args and called_name(node) == "import_module":
+    elif isinstance(node, ast.Call) and node.args and _last_name(node.func) == "import_module":
         yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
-def called_name(node: ast.Call) -> str:
-    """The last part of the name of the called function."""
-    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+def _last_name(node: ast.expr) -> str:
+    """`c` of `a.b.c`, and of `c`."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
-def _walk(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node below `tree`, with False inside functions and `if TYPE_CHECKING:`."""
-    pending = [(tree, True)]
+def _walk(module: Module) -> Iterator[tuple[ast.AST, bool]]:
+    """Every statement, with False inside functions and `if TYPE_CHECKING:`; expressions too if `import_module` occurs."""
+    pending: list[tuple[ast.AST, bool]] = [(module.tree, True)]
+    skipped: tuple[type, ...] = () if "import_module" in module.text else (ast.expr,)
     while pending:
         node, eager = pending.pop()
-        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for_types = isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING"
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, skipped):
+                continue
             lazy = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             if isinstance(node, ast.If) and for_types and child not in node.orelse:
                 lazy = True
