@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[3]
 EXAMPLE = "examples/smollm2/sums"
 
 
-def run_script(*options: str, timeout_s: float = 60) -> str:
-    command = [sys.executable, "scripts/example.py", *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run_script(patch: pytest.MonkeyPatch, *options: str) -> None:
+    patch.syspath_prepend(str(ROOT / "scripts"))
+    patch.chdir(ROOT)
+    patch.setattr("sys.argv", ["example.py", *options])
+    assert importlib.import_module("example").main() == 0
 
 
 def keep(directory: Path, stage: str, reward: float, text: str) -> None:
@@ -41,7 +41,9 @@ def test_results_of_finished_seeds_become_one_page(tmp_path: Path) -> None:
     keep(tmp_path / "sums" / "untouched", "untouched", 0.1, "I do\nnot `know`")
     for seed in (0, 1):
         keep(tmp_path / "sums" / f"seed_{seed}", "rl", 0.5 + seed / 10, "3")
-    run_script(EXAMPLE, "--seeds", "0", "1", "--output-dir", str(tmp_path))
+    command = [sys.executable, "scripts/example.py", EXAMPLE, "--seeds", "0", "1", "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "sums" / "results.md").read_text()
     assert page.startswith("| seed | sums, untouched | sums, after RL | minutes | CPU minutes | peak memory, GiB |\n")
     assert "| 1 | 0.100 (0.000 to 0.200) | 0.600 (0.500 to 0.700) | 2.0 | 3.0 | 1.0 |\n" in page
@@ -72,7 +74,7 @@ def test_answers_of_any_form_are_shown(
     assert example.read_answers(tmp_path / "results.jsonl") == {0: shown}
 
 
-def test_held_out_losses_are_shown(tmp_path: Path) -> None:
+def test_held_out_losses_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "gsm8k_sft"
     keep(directory / "untouched", "untouched", 0.1, "3")
     result = json.loads((directory / "untouched" / "result.json").read_text()) | {"scores": {}, "curves": {}}
@@ -80,7 +82,7 @@ def test_held_out_losses_are_shown(tmp_path: Path) -> None:
     (directory / "seed_0").mkdir()
     result["curves"] = {"sft": {"loss/mean": [[1, 1.5]], "val_loss/mean": [[0, 1.25], [1, 1.125]]}}
     (directory / "seed_0" / "result.json").write_text(json.dumps(result))
-    run_script("examples/smollm2/gsm8k_sft", "--output-dir", str(tmp_path))
+    run_script(monkeypatch, "examples/smollm2/gsm8k_sft", "--output-dir", str(tmp_path))
     page = (directory / "results.md").read_text()
     assert page.startswith("| seed | held-out loss, SFT | minutes |") and "| 0 | 1.250 to 1.125 | 2.0 |" in page
 
@@ -100,7 +102,7 @@ def test_all_metrics_of_a_run_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     }
 
 
-def test_distillations_show_gap_and_retention(tmp_path: Path) -> None:
+def test_distillations_show_gap_and_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "distill"
     keep(directory / "untouched", "untouched", 0.1, "3")
     result = json.loads((directory / "untouched" / "result.json").read_text()) | {"scores": {}, "curves": {}}
@@ -112,7 +114,7 @@ def test_distillations_show_gap_and_retention(tmp_path: Path) -> None:
     last |= {"world/retention": 0.95}
     curves = {f"distill/{name}": [[0, 0.0], [8, value]] for name, value in last.items()}
     (directory / "seed_0" / "result.json").write_text(json.dumps(result | {"curves": {"rl": curves}}))
-    run_script("examples/smollm2/distill", "--output-dir", str(tmp_path))
+    run_script(monkeypatch, "examples/smollm2/distill", "--output-dir", str(tmp_path))
     page = (directory / "results.md").read_text()
     town = ("./town.py, before and after", "teacher", "gap closed")
     mayor = ("./town.py/mayor, before and after", "./town.py/mayor, gap closed")
@@ -189,8 +191,10 @@ def test_only_local_models_forbid_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     ("example", "words"),
     [("examples/smollm2", "name the folder of an example"), (EXAMPLE, "is an unfinished run: remove it")],
 )
-def test_wrong_folders_are_errors(example: str, words: str, tmp_path: Path) -> None:
+def test_wrong_folders_are_errors(
+    example: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "sums" / "untouched").mkdir(parents=True)
-    command = [sys.executable, "scripts/example.py", example, "--output-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
-    assert done.returncode != 0 and words in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        run_script(monkeypatch, example, "--output-dir", str(tmp_path))
+    assert ended.value.code and words in f"{ended.value.code}{capsys.readouterr().err}"
