@@ -71,12 +71,12 @@ def build_paths(backend: type[DecodeBackend]) -> dict[str, Path]:
     return {
         "prefill": Path(backend, max_tokens=1),
         "chunked prefill": Path(backend, max_tokens=1, options={"max_num_batched_tokens": 64}),
-        "decode over a block's end": Path(backend, max_tokens=150),
+        "decode over a block's end": Path(backend, max_tokens=60),
         "shared prefixes": Path(backend, prompts="group", least_shared=2 * 270),
         "shared whole blocks": Path(backend, prompts="aligned group", least_shared=2 * 255),
         "continued prefixes": Path(backend, prompts="continued", least_shared=200),
         "preemption": Path(
-            backend, max_tokens=150, least_preempted=1, options={"max_model_len": 512, "max_cache_tokens": 1}
+            backend, max_tokens=60, least_preempted=1, options={"max_model_len": 512, "max_cache_tokens": 1}
         ),
     }
 
@@ -84,7 +84,7 @@ def build_paths(backend: type[DecodeBackend]) -> dict[str, Path]:
 PATHS = {
     **{f"eager: {name}": path for name, path in build_paths(EagerDecode).items()},
     **{f"fused: {name}": path for name, path in build_paths(FusedDecode).items()},
-    "graph": Path(GraphDecode, max_tokens=150, tolerance=1e-4, options={"exact": False, "recorder": Rerun()}),
+    "graph": Path(GraphDecode, max_tokens=60, tolerance=1e-4, options={"exact": False, "recorder": Rerun()}),
     "graph: shared prefixes": Path(
         GraphDecode, prompts="group", tolerance=1e-4, least_shared=540, options={"exact": False, "recorder": Rerun()}
     ),

@@ -604,15 +604,16 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_paged_steps_equal_eager_steps(interpreted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several lengths, that reach their next block at different steps; two share a prefix in memory."""
-    shared = draw_prompt(260)
-    prompts = [draw_prompt(1), draw_prompt(126), shared, draw_prompt(124), [*shared, 5, 6]]
-    requests = [request(prompt, seed=i, max_tokens=6, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    shape = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    shared = draw_prompt(130)
+    prompts = [draw_prompt(1), draw_prompt(127), shared, draw_prompt(126), [*shared, 5, 6]]
+    requests = [request(prompt, seed=i, max_tokens=4, ignore_eos=True) for i, prompt in enumerate(prompts)]
     recorder = SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step)
-    engine = build_engine(build_model(0, head_dim=16), recorder)
+    engine = build_engine(build_model(0, **shape), recorder)
     found = run(engine, *requests)
     assert interpreted and not engine._blocks.is_contiguous and engine.stats().shared_prompt_tokens
     monkeypatch.undo()
-    assert check_alike(found, run(build_engine(build_model(0, head_dim=16), None), *requests)) == 30
+    assert check_alike(found, run(build_engine(build_model(0, **shape), None), *requests)) == 20
 
 
 def test_decoding_after_a_longer_prompt_was_scored(interpreted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -538,7 +538,7 @@ def test_thread_count_changes_no_bits(flags: list[str], monkeypatch: pytest.Monk
             torch.set_num_threads(threads)
             engine = EmbeddedEngine(build(dtype, vocab_size=4096), max_model_len=512, **options)
             assert engine._decoder.fused is not None
-            logprobs.append([output.logprobs for output in generate(engine, 5)])
+            logprobs.append([output.logprobs for output in generate(engine, 5, new=8)])
         assert logprobs[0] == logprobs[1] == logprobs[2]
 
 
