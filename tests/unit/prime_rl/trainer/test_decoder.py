@@ -173,8 +173,7 @@ def test_experts_are_batch_invariant(num_experts: int, top_k: int, inner: int) -
     init_weights(model, seed=2)
     for p in model.parameters():
         p.mul_(4.0)
-    rng = random.Random(num_experts)
-    sequences = [torch.randint(0, 320, (rng.choice([4, 5, 9, 33]),)) for _ in range(20)]
+    sequences = [torch.randint(0, 320, (length,)) for length in (33, 4, 5, 9, 4, 9, 33, 5)]
 
     def hidden(chosen: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         lengths = [len(s) for s in chosen]
@@ -318,7 +317,7 @@ def test_blocked_attention_matches_unblocked_bit_for_bit(window: int | None, mon
     ("heads", "kv_heads", "dim", "rows", "keys", "window"),
     [
         (6, 2, 64, 144, 144, None),
-        (9, 3, 64, 1104, 1104, None),  # several spans of keys
+        (3, 1, 64, 1104, 1104, None),  # several spans of keys
         (4, 1, 128, 80, 80, 37),
         (2, 2, 32, 704, 704, 200),
         (8, 2, 96, 50, 176, None),  # queries behind keys of their own positions
