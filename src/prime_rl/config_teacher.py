@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pydantic import ValidationError
+
 from prime_rl.client.contexts import read_context_file
 from prime_rl.config_sharing import build_url, find_port, find_server, has_adapter, share_api_key
 from prime_rl.configuration.sections import BASE_MODEL, ClientConfig
 from prime_rl.configuration.tables import ConfigTables
-from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.config import InferenceConfig, prefers_vllm
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.config import CONTEXT_SOURCES, TeacherConfig
-from prime_rl.runtime import machine
 from prime_rl.trainer.config import DistillConfig, LossConfig
 from prime_rl.trainer.rl.config import fill_distill
 from prime_rl.utils.pydantic_config import merge_tables
@@ -266,7 +267,12 @@ def _serves_base(tables: ConfigTables) -> bool:
 def _is_embedded(tables: ConfigTables) -> bool:
     """Whether the student's engine is ours."""
     backend = tables.get("inference.backend", "auto")
-    return backend == "embedded" or (backend == "auto" and not (machine.is_installed("vllm") and machine.find_gpus()))
+    if backend != "auto":
+        return bool(backend == "embedded")
+    try:
+        return not prefers_vllm(InferenceConfig.model_validate(tables.section("inference")))
+    except ValidationError:  # which names its key later, where the whole configuration is validated
+        return True
 
 
 def _configure_server(tables: ConfigTables) -> None:

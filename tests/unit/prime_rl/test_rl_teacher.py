@@ -86,12 +86,23 @@ def test_taus_with_a_teacher(given: dict[str, float], taus: tuple[float, float, 
     assert any(line == text for line in rl.explain(config)), "--dry-run prints them"
 
 
-def test_vllm_without_a_gpu_leaves_the_base_model_to_our_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("found", "options", "is_ours"),
+    [
+        ([], (), True),
+        ([0], (), False),
+        ([0], ("--inference.exact",), True),
+        ([0], ("--inference.model.device", "cuda:0"), True),
+        ([0], ("--weight_broadcast.type", "nccl"), True),
+    ],
+)
+def test_the_engine_that_is_chosen_serves_the_base_model(
+    monkeypatch: pytest.MonkeyPatch, found: list[int], options: tuple[str, ...], is_ours: bool
+) -> None:
     monkeypatch.setattr("prime_rl.runtime.machine.is_installed", lambda name: True)
-    for found in ([], [0]):
-        monkeypatch.setattr("prime_rl.runtime.machine.find_gpus", lambda found=found: found)
-        config = parse("--orchestrator.teacher_model.weights", "frozen", "--trainer.loss.kl_coef", "0.01", *LORA[:2])
-        assert (config.teacher_inference is None) == (not found)
+    monkeypatch.setattr("prime_rl.runtime.machine.find_gpus", lambda: found)
+    frozen = ("--orchestrator.teacher_model.weights", "frozen", "--trainer.loss.kl_coef", "0.01", *LORA[:2])
+    assert (parse(*frozen, *options).teacher_inference is None) == is_ours
 
 
 @pytest.mark.parametrize("lora", [(), LORA])
