@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,7 +139,14 @@ def has_chat_template(directory: Path) -> bool:
 def find_local_model(name: str) -> Path | None:
     """The directory of a model, if it is on this machine without conversion or download."""
     found = (Path(name).expanduser(), ASSETS_DIR / name, models_cache_dir() / name)
-    return next((path for path in found if (path / "config.json").is_file()), None)
+    if local := next((path for path in found if (path / "config.json").is_file()), None):
+        return local
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(ValueError):  # not a hub id
+        if isinstance(config := try_to_load_from_cache(name, "config.json"), str):
+            return Path(config).parent
+    return None
 
 
 def has_same_vocabulary(first: Path, second: Path) -> bool:

@@ -17,7 +17,14 @@ from small_tokenizers import TWO_ROLES
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.initial_weights import prepare_model_dir
-from prime_rl.runtime.tokenizer import fingerprint_model, load_tokenizer, render_chat, resolve_model_dir
+from prime_rl.runtime.tokenizer import (
+    find_local_model,
+    find_window,
+    fingerprint_model,
+    load_tokenizer,
+    render_chat,
+    resolve_model_dir,
+)
 
 TOKENIZER = load_tokenizer("tiny-qwen3")
 SPECIAL = set(TOKENIZER.all_special_ids)
@@ -190,6 +197,19 @@ def test_weights_in_a_second_form_are_not_downloaded(tmp_path: Path, monkeypatch
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model_dir("owner/twice") == tmp_path
     assert found == files
+
+
+def test_downloaded_models_of_the_hub_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--model"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"max_position_embeddings": 64}')
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    assert find_local_model("owner/model") == snapshot and find_window("owner/model") == 64
+    for name in ("owner/other", "no/hub/id", "../model"):
+        assert find_local_model(name) is None
 
 
 @pytest.mark.parametrize("has_both", [False, True])
