@@ -275,6 +275,10 @@ class EnvConfig(BaseConfig):
                 "harness.retries would repeat a rollout in one conversation, so that turns of its failed attempts are "
                 "trained: remove it; max_retries repeats failed rollouts"
             )
+        if others := [key for key in ("client", "model") if key in (self.harness or {})]:
+            raise ValueError(
+                f"harness.{others[0]} would replace the model of the run, so that no turns are recorded: remove it"
+            )
         if self.python is None:
             raise ValueError(
                 "taskset needs python, an interpreter with verifiers 0.4: python -m venv .venv-v1; "

@@ -47,6 +47,8 @@ def test_a_missing_interpreter_is_found_before_the_start() -> None:
         ({"taskset": TASKSET, "python": "python3", "id": "gsm8k"}, "keep one of them"),
         ({"taskset": TASKSET, "python": "python3", "command": ["a"]}, "exclude each other"),
         ({"taskset": TASKSET, "python": "python3", "harness": {"retries": {}}}, "harness.retries would repeat"),
+        ({"taskset": TASKSET, "python": "python3", "harness": {"client": {}}}, "harness.client would replace"),
+        ({"taskset": TASKSET, "python": "python3", "harness": {"model": "m"}}, "harness.model would replace"),
         ({"taskset": TASKSET, "python": "python3", "install": True}, "install does not install tasksets"),
     ],
 )
