@@ -23,6 +23,7 @@ from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import PlainEnvironment
 from rollouts.training.environments.protocol import EnvironmentNotLoaded, Row
 from rollouts.training.proxies import exclude_from_proxies
+from rollouts.training.types import Status
 
 CLOSE_S = 20.0  # running rollouts stop their sandboxes
 SCRIPT = Path(__file__).with_name("taskset_runner.py")
@@ -113,7 +114,8 @@ class TasksetAgent:
             raise (InfraError if kind in INFRASTRUCTURE else TasksetFailed)(result["error"])
         state["reward"] = result.get("reward", 0.0)
         rollout.metrics = {**rollout.metrics, **result.get("metrics", {})}
-        rollout.stop_reason = result.get("stop") or rollout.stop_reason
+        if rollout.status != Status.TRUNCATED:  # the answer is cut off, whatever ended the rollout then
+            rollout.stop_reason = result.get("stop") or rollout.stop_reason
 
 
 class TasksetProcess:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import httpx
 import pytest
-from fake_transport import Wire
+from fake_transport import END, Wire, encode, turn
 from pydantic import BaseModel
 
 from prime_rl.envs.taskset_runner import ENDLESS, NO_PROMPT, describe_task, read_tasks
@@ -87,3 +88,19 @@ def test_a_failed_sandbox_is_no_failure_of_the_task(error: str, kind: str) -> No
     environment.agent = TasksetAgent(Process())  # type: ignore[arg-type]
     [rollout] = asyncio.run(environment.run_group(environment.rows()[0], Wire(), "m", [{}]))
     assert (rollout.error_type, rollout.error) == (kind, error)
+
+
+@pytest.mark.parametrize(("max_tokens", "stop_reason"), [(5, "length"), (50, "agent_completed")])
+def test_a_cut_answer_ends_a_rollout_by_its_length(max_tokens: int, stop_reason: str) -> None:
+    class Process:
+        async def run(self, request: dict[str, Any]) -> dict[str, Any]:
+            body = {"model": request["model"], "messages": [{"role": "user", "content": "a"}]}
+            async with httpx.AsyncClient(headers={"x-api-key": request["key"]}, trust_env=False) as client:
+                (await client.post(f"{request['base_url']}/chat/completions", json=body)).raise_for_status()
+            return {"error": None, "reward": 1.0, "stop": "agent_completed"}
+
+    environment = PlainEnvironment([{"prompt": "a", "task_number": 0}], verifiers_reward)
+    environment.agent = TasksetAgent(Process())  # type: ignore[arg-type]
+    wire, args = Wire(script=[turn([*encode("no" * 9), END])]), [{"max_tokens": max_tokens}]
+    [rollout] = asyncio.run(environment.run_group(environment.rows()[0], wire, "m", args))
+    assert (rollout.error, rollout.reward, rollout.stop_reason) == (None, 1.0, stop_reason)
