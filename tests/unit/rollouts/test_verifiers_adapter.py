@@ -182,6 +182,18 @@ def test_errors_of_group_rewards_are_reported(returned: Any, error: str | None, 
         assert (rollout.reward, rollout.error_type) == (0.0, "RewardError") and re.fullmatch(error, rollout.error or "")
 
 
+def test_rubrics_that_score_groups_themselves_are_found() -> None:
+    class Ranking(vf.Rubric):
+        async def score_group(self, states: list[vf.State], *args: Any, **kwargs: Any) -> None: ...
+
+    def scores_groups(rubric: vf.Rubric) -> bool:
+        env = vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=rubric)
+        return VerifiersEnvironment("e", vf.EnvGroup(envs=[env])).scores_groups
+
+    assert scores_groups(Ranking()) and scores_groups(vf.RubricGroup(rubrics=[vf.Rubric(), Ranking()]))
+    assert not scores_groups(vf.RubricGroup(rubrics=[vf.Rubric(), vf.Rubric()]))
+
+
 @pytest.mark.parametrize(
     ("chain", "kind", "error"),
     [

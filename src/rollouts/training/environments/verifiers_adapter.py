@@ -72,9 +72,13 @@ class VerifiersEnvironment:
 
     @property
     def scores_groups(self) -> bool:
-        """Whether a reward function compares the rollouts of a group, so that their rewards hold for all together."""
-        functions = [function for rubric in _rubrics(self.env) for function in rubric.funcs]
-        return any(map(_is_of_group, functions))
+        """Whether rollouts of a group are compared, so that their rewards hold for all together.
+
+        Reward functions do so, and subclasses of `Rubric` may.
+        """
+        rubrics = _rubrics(self.env)
+        functions = [function for rubric in rubrics for function in rubric.funcs]
+        return any(map(_is_of_group, functions)) or not all(map(_scores_as_verifiers, rubrics))
 
     @property
     def has_cleanup(self) -> bool:
@@ -224,6 +228,11 @@ def _with_error_record(function: Callable[..., Any], signature: inspect.Signatur
 
 def _is_of_group(function: Callable[..., Any]) -> bool:
     return not GROUP_PARAMETERS.isdisjoint(inspect.signature(function).parameters)
+
+
+def _scores_as_verifiers(rubric: Any) -> bool:
+    """Whether `score_group` is that of `verifiers`, which only sums up the reward functions."""
+    return str(rubric.score_group.__module__).partition(".")[0] == "verifiers"
 
 
 def _check_rewards(name: str, values: Any, num_states: int) -> list[float]:
