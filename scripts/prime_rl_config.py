@@ -272,13 +272,17 @@ class Resolved:
         return build_objective(self.config)
 
     def describe(self) -> str:
-        """A line per value that was set, and derived values."""
+        """A line per argument that was set, and derived values.
+
+        Other sources may have replaced values of the sections of a TOML file, which are left out.
+        """
         config = self.config
         lines = [
             f"  {name} = {getattr(config, name)!r}  ({self.sources[name]})"
             for name in PrimeRLTrainConfig.model_fields
-            if name in self.sources
+            if name in self.sources and name != "model" and not isinstance(getattr(config, name), BaseConfig)
         ]
+        lines += [f"  env.args.{name} = {self.env_args[name]!r}" for name in config.env.args]
         size = config.examples_per_step * config.num_samples
         return "\n".join(
             [*lines, f"  {config.examples_per_step} questions x {config.num_samples} = {size} sequences per step"]

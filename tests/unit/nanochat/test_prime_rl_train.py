@@ -143,6 +143,16 @@ def test_the_higher_source_wins_whatever_the_name(
     assert {name: getattr(config, name) for name in values} == pytest.approx(values)
 
 
+def test_values_that_another_source_replaced_are_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "f.toml").write_text(
+        'model = "nanochat-sft:d32"\n[trainer.args]\nmax_steps = 20\n[env.args]\nshort = true\nseed = 1\n'
+    )
+    lines = parse("f.toml", "--max_steps=5", "--model_tag=d20", "--seed=2").describe().splitlines()
+    shown = {line.split("  (")[0].strip() for line in lines}
+    assert shown >= {"max_steps = 5", "model_tag = 'd20'", "env.args.short = True", "env.args.seed = 2"}
+    assert not any(old in line for line in lines for old in ("d32", "max_steps=20", "'seed': 1"))
+
+
 def test_files_win_over_variables_whatever_the_name(tmp_path: Path) -> None:
     (tmp_path / "f.toml").write_text("[trainer.args]\nmax_steps = 20\n")
     assert parse("f.toml", PRIME_MAX_STEPS="5").config.max_steps == 20
