@@ -153,7 +153,8 @@ def _batch_composition(
         capacity = f" (capacity {rows} x {seq_len} = {rows * seq_len} tokens each)" if rows and seq_len else ""
         shared = _mean(trainer, "batch/shared_ratio") or 0.0
         computed = f", {tokens * (1 - shared):.5g} without shared beginnings," if shared else ""
-        full = tokens * (1 - shared) / (micros * rows * seq_len) if rows and seq_len else None
+        per_micro = _mean(trainer, "batch/micro_batch_tokens")
+        full = per_micro / (rows * seq_len) if per_micro is not None and rows and seq_len else None
         advice = None
         if steps < WARM_UP + MIN_EVIDENCE:
             pass  # the first batches may not be typical

@@ -51,6 +51,7 @@ class StepLogger:
             **seconds,
             "time/step": whole,
             "batch/micro_batches": len(share.micros),
+            "batch/micro_batch_tokens": share.micro_batch_tokens,
             "batch/padding_ratio": share.padding_ratio,
             "batch/shared_ratio": share.shared_ratio,
             "batch/skipped_ratio": share.skipped_ratio,

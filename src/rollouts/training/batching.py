@@ -239,6 +239,11 @@ class Share:
         num = sum(micro.num_tokens for micro in self.micros)
         return 1 - sum(micro.num_computed for micro in self.micros) / num if num else 0.0
 
+    @property
+    def micro_batch_tokens(self) -> float:
+        """Mean number of tokens that a micro-batch of the rank computes."""
+        return sum(micro.num_computed for micro in self.micros) / max(len(self.micros), 1)
+
 
 def pack_samples(
     samples: Sequence[Sample],

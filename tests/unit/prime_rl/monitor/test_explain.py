@@ -42,9 +42,11 @@ def test_explanations_name_stalls_and_fixes() -> None:
     batch = {name: [(8, value)] for name, value in (
         ("batch/samples", 40.0), ("batch/tokens", 1000.0), ("batch/micro_batches", 5.0)
     )}  # fmt: skip
-    assert "micro-batches are 25% full" in findings_text(explain({"trainer": batch}, {}, config))
+    assert "full" not in findings_text(explain({"trainer": batch}, {}, config)), "tokens are those of all ranks"
+    batch["batch/micro_batch_tokens"] = [(8, 80.0)]
+    assert "micro-batches are 10% full" in findings_text(explain({"trainer": batch}, {}, config))
     text = findings_text(explain({"trainer": batch | {"batch/shared_ratio": [(8, 0.6)]}}, {}, config))
-    assert "1000 tokens in all, 400 without shared beginnings, are packed" in text and "are 10% full" in text
+    assert "1000 tokens in all, 400 without shared beginnings, are packed" in text
     assert findings_text([]) == "no complete step yet"
 
 

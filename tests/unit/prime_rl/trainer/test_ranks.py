@@ -43,6 +43,8 @@ def test_share_has_local_samples_and_global_totals() -> None:
     assert [share.micros for share in shares] == packs
     assert all(share.lengths == [len(s.tokens) for s in samples] for share in shares)
     assert len({(share.padding_ratio, share.imbalance) for share in shares}) == 1
+    computed = sum(share.micro_batch_tokens * len(share.micros) for share in shares)
+    assert computed == pytest.approx(sum(shares[0].lengths)), "each rank counts its own"
     alone = pack_share(samples[:1], 48, 2, 1)
     assert alone.micros[0].sample_ids == [] and alone.imbalance == pytest.approx(1.0)
     assert alone.padding_ratio == pytest.approx(4 / (4 + len(samples[0].tokens)))

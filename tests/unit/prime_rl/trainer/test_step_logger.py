@@ -30,6 +30,7 @@ def test_waiting_counts_in_the_step_and_in_its_throughput(tmp_path: Path) -> Non
     metrics = steps.log(StepReport(4, 0.5, 1e-3), TokenStats(), Share([], [3, 4]), {"optim/skipped_steps": 0}, {"x": 1})
     assert perf.seconds == metrics["time/step"] == 3.0
     assert (metrics["batch/tokens"], metrics["batch/samples"], metrics["x"]) == (7, 2, 1)
+    assert metrics["batch/micro_batch_tokens"] == 0, "this rank has none"
     [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert row["step"] == 4 and row["optim/grad_norm"] == 0.5 and row["process"] == "trainer"
 
