@@ -19,7 +19,7 @@ from prime_rl.monitor.run_kind import SEARCH_METRIC, RunKind, find_kind
 from prime_rl.monitor.run_status import RunStatus, find_status
 from prime_rl.monitor.series import Series
 from prime_rl.monitor.timing import RunClock
-from rollouts.training.metrics import AttemptSteps
+from rollouts.training.metrics import AttemptSteps, load_jsonl
 
 RESCAN_S = 2.0
 """Seconds between two searches for runs."""
@@ -104,6 +104,8 @@ class RunCard:
             self._offset, self._clock, self._points, self._attempts = 0, RunClock(), {}, AttemptSteps()
         if not self._offset:
             self._first = digest_first_line(path)
+        for begun in load_jsonl(self.run.files.attempt_log):
+            self._clock.add(begun)
         decode = msgspec.json.Decoder(_CardRow).decode
         for end, line in complete_lines(path, self._offset):
             self._offset = end

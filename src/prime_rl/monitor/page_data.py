@@ -25,7 +25,7 @@ from prime_rl.monitor.series import Series, join_processes, read_series
 from prime_rl.monitor.summary import summarize_metrics
 from prime_rl.monitor.timing import find_timing
 from prime_rl.monitor.trend import find_trend
-from rollouts.training.metrics import keep_last_attempts
+from rollouts.training.metrics import keep_last_attempts, load_jsonl
 from rollouts.training.steps import complete_steps, step_path
 
 MAX_POINTS = 600
@@ -68,7 +68,7 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
             "kind": pack_kind(kind),
             "model": run.config_value("model.name") or next((e["summary"].get("model") for e in evals), None),
             "max_steps": run.config_value("max_steps"),
-            **asdict(find_timing(rows, run.config_value("max_steps"))),
+            **asdict(find_timing([*load_jsonl(run.files.attempt_log), *rows], run.config_value("max_steps"))),
             "written": time.time(),
         },
         "offset": offset,

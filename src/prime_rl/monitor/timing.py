@@ -33,7 +33,12 @@ class Stopwatch:
     _steps: dict[Any, list[tuple[int, float]]] = field(default_factory=dict)
 
     def add(self, attempt: Any, step: int, start: float, end: float, *, is_interval: bool) -> None:
-        """Add a row of `attempt` from unix second `start` to `end`; an interval of a timeline completes no step."""
+        """Add a row of `attempt` from unix second `start` to `end`; an interval of a timeline completes no step.
+
+        Rows of a completed step do not count: a resume may repeat its validation after a pause.
+        """
+        if (steps := self._steps.get(attempt)) and step <= steps[-1][0]:
+            return
         first, last = self._spans.get(attempt, (start, end))
         self._spans[attempt] = (min(first, start), max(last, end))
         if not is_interval and step:
@@ -58,13 +63,16 @@ class Stopwatch:
 
 @dataclass
 class RunClock:
-    """The times of a run: those of its trainer, else of its orchestrator. Evaluations may be later and do not count."""
+    """The times of a run: those of its trainer, else of its orchestrator. Evaluations may be later and do not count.
+
+    Rows of the log of attempts tell when an attempt began that has no metrics yet.
+    """
 
     _trainer: Stopwatch = field(default_factory=Stopwatch)
     _orchestrator: Stopwatch = field(default_factory=Stopwatch)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a metric row; rows of other processes and without a time are ignored."""
+        """Add a row of metrics or of the log of attempts; rows of other processes and without a time are ignored."""
         process, end = row.get("process"), row.get("timestamp")
         if not isinstance(end, (int, float)) or not (process in TRAINERS or process == "orchestrator"):
             return
@@ -81,7 +89,7 @@ class RunClock:
 
 
 def find_timing(rows: Iterable[Mapping[str, Any]], max_steps: int | None = None) -> Timing:
-    """The times of a run from all its metric rows."""
+    """The times of a run from the rows of its log of attempts and all its metric rows."""
     clock = RunClock()
     for row in rows:
         clock.add(row)

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from prime_rl.monitor.live_runs import LiveRuns, RunCard
 from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.monitor.page_data import build_page_data
 from prime_rl.monitor.serve import OpenRuns, build_app
 from rollouts.training.metrics import append_jsonl
 
@@ -46,6 +47,17 @@ def test_a_card_shows_the_last_attempt(tmp_path: Path) -> None:
     found = card.read("run")
     assert (found["value"], found["spark"][-1]) == (0.7, [2, 0.7])
     assert RunCard(LocalRun(run)).read("run")["spark"] == found["spark"]
+
+
+def test_a_resume_without_metrics_has_a_time(tmp_path: Path) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=3)
+    card = RunCard(LocalRun(run))
+    before = card.read("run")
+    append_jsonl(
+        run / "attempts.jsonl", [{"process": "trainer", "attempt": 1, "step": 3, "timestamp": before["until"] + 9000}]
+    )
+    for found in (card.read("run"), build_page_data(LocalRun(run))["run"]):
+        assert (found["seconds"], found["until"]) == (before["seconds"], before["until"] + 9000)
 
 
 def test_a_card_shows_a_longer_new_run(tmp_path: Path) -> None:

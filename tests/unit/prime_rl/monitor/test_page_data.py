@@ -139,6 +139,13 @@ def test_duration_counts_training_only() -> None:
     assert seconds([*rows, row("eval", 9000.0)]) == 30, "an evaluation that was made later"
     resumed = [row("trainer", 5000.0 + k, attempt=1) for k in range(11)]
     assert seconds([*rows, *resumed]) == 40, "the pause before the second attempt does not count"
+    steps = [row("sft", 10.0 * step, step=step, attempt=0, **{"loss/mean": 1.0}) for step in range(1, 4)]
+    values: list[dict[str, Any]] = [{"timeline/start": 8990.0}, {"val_loss/mean": 1.0}]
+    late = [row("sft", 9000.0, step=3, attempt=0, **found) for found in values]
+    assert seconds([*steps, *late]) == 20, "a validation that a resume repeated"
+    begun = row("sft", 8000.0, step=3, attempt=1)
+    timing = find_timing([begun, *steps], 20)
+    assert (timing.seconds, timing.until, timing.finish) == (20, 8000, None), "a resume that has no metrics yet"
     assert seconds([row("orchestrator", 1.0), row("orchestrator", 3.0)]) == 2
     assert seconds([]) == 0
 
