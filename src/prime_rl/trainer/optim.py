@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -26,6 +27,19 @@ FREQUENCIES = "inv_freq"
 """Part of the names of the buffers of rotary embeddings in transformers' models."""
 
 
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW`, bit for bit, without the import of torch's compiler, which takes as long as that of torch.
+
+    The decorators of these methods import it in order to exclude them from compilation.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 def build_optimizer(
     config: OptimConfig,
     parameters: Mapping[str, Tensor],
@@ -46,7 +60,7 @@ def build_optimizer(
         adamw = {"betas": (config.betas1, config.betas2), **shared}
         return Muon(parameters, muon=matrices | shared, adamw=adamw, embeddings=embeddings)
     if isinstance(config, AdamConfig):
-        return torch.optim.AdamW(
+        return AdamW(
             groups,
             lr=config.lr,
             betas=(config.betas1, config.betas2),
