@@ -8,6 +8,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from prime_rl.runtime.machine import find_free_port
@@ -15,8 +16,8 @@ from prime_rl.runtime.machine import find_free_port
 HERE = Path(__file__).parent
 
 
-def run_program(program: str, *args: object, timeout_s: float) -> None:
-    """Run a file of this folder, which calls `run_ranks`; on failure its output is shown."""
+def run_program(program: str | Path, *args: object, timeout_s: float) -> None:
+    """Run a file of this folder, or one by its path, which calls `run_ranks`; on failure its output is shown."""
     path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
     process = subprocess.Popen(
         [sys.executable, str(HERE / program), *map(str, args)],
@@ -39,6 +40,8 @@ def run_ranks(num: int, work: Callable[[int], None]) -> int:
 
     One that fails ends the others, which may be waiting for it.
     """
+    for module in ("torch.distributed.fsdp", "torch.distributed.pipelining"):  # which each rank would import on use
+        import_module(module)
     os.environ.update(WORLD_SIZE=str(num), MASTER_ADDR="localhost", MASTER_PORT=str(find_free_port()))
     running = set()
     for rank in range(num):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import run_ranks
 from safetensors.torch import save_file
 
 from prime_rl.trainer.backend import Backend, build_backend
@@ -178,9 +179,14 @@ def walk(root: Path, way: Way, leg: int) -> None:
         print(f"{way.name}: {time.monotonic() - started:.1f} s", flush=True)
 
 
-if __name__ == "__main__":
+def run_rank(_: int) -> None:
+    """All that this rank does."""
     torch.set_num_threads(1)
     for word in sys.argv[2:]:  # name:leg
         name, _, leg = word.partition(":")
         walk(Path(sys.argv[1]), next(way for way in WAYS if way.name == name), int(leg))
     destroy_process_group()
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_ranks(4, run_rank))

@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_ranks import run_program
 from parallel_cases import NUM_STEPS, SEQ_LEN, Way, build_config, train
 from parallel_cases import WAYS as ALL_WAYS
 from safetensors.torch import load_file, save_file
@@ -31,7 +30,6 @@ from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from rollouts.training.batching import pack_share
 
-HERE = Path(__file__).parent
 DEADLINE_S = 600.0
 pytestmark = pytest.mark.timeout(DEADLINE_S + 300)
 ONE_OF_EACH = ("tp_dp", "cp_dp", "ring_tp", "ep_dp", "pp_dp_tied")
@@ -68,19 +66,9 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         reported = {"rows": rows, "evaluated": evaluated, "canary": canary}
         (root / f"one_{reference}.json").write_text(json.dumps(reported))
         save_file(backend.export_state_dict(), root / f"one_{reference}.safetensors")
-    path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
-    torchrun = "-m torch.distributed.run --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint localhost:0".split()
     legs = [sum(other.reference == way.reference for other in WAYS[:i]) for i, way in enumerate(WAYS)]
     words = [f"{way.name}:{leg}" for way, leg in zip(WAYS, legs, strict=True)]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(HERE / "parallel_cases.py"), str(root), *words],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    run_program(Path(__file__).with_name("parallel_cases.py"), root, *words, timeout_s=DEADLINE_S)
     return root
 
 
