@@ -11,7 +11,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from cli_runner import THREE_FILES, Command, Runner, runner, until
+from cli_runner import Command, Runner, runner, until
 
 from prime_rl.runtime.machine import find_free_port
 
@@ -47,7 +47,7 @@ def test_sft_serves_its_page_until_it_ends(run: Runner, tmp_path: Path) -> None:
 
 def test_rl_serves_its_page_and_leaves_none(run: Runner, tmp_path: Path) -> None:
     options = ["--inference.server.port", find_free_port(), "--output-dir", tmp_path / "out", "--max-steps", 10_000]
-    command = run.start("rl", *THREE_FILES, *options, "--open")
+    command = run.start("rl", "@", "tests/integration/letters.toml", *options, "--open")
     url = find_url(command)
     until(lambda: read_state(url)["state"] == "running", "the state", command)
     command.process.kill()

@@ -20,6 +20,8 @@ from prime_rl.runtime.machine import find_free_port
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps, step_path
 
+LETTERS = "tests/integration/letters.toml"
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Runner]:
@@ -142,7 +144,7 @@ def test_rl_of_models_that_transformers_computes(run: Runner, tmp_path: Path, fa
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tiny / file, tmp_path / family / file)
     options = ["--model.name", tmp_path / family, "--model.debug.random_init", "false", "--max-steps", 3, "--no-ckpt"]
-    run.run_well("rl", "@", "tests/integration/letters.toml", *options, *rl_options(tmp_path / "out"))
+    run.run_well("rl", "@", LETTERS, *options, *rl_options(tmp_path / "out"))
     rows = metric_rows(tmp_path / "out", "trainer", "mismatch_kl/mean")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(0 <= row["mismatch_kl/mean"] < 1e-6 and row["optim/grad_norm"] > 0 for row in rows)
@@ -173,7 +175,7 @@ def test_a_second_run_does_not_mix_with_the_first(run: Runner, finished: tuple[P
 
 def start_endless(run: Runner, out: Path) -> Command:
     """`rl` without an end, once it has published its first version."""
-    command = run.start("rl", *THREE_FILES, "--max_steps", 100000, *rl_options(out))
+    command = run.start("rl", "@", LETTERS, "--max_steps", 100000, *rl_options(out))
     until(lambda: complete_steps(out / "weights"), "the first version", command)
     return command
 
