@@ -357,11 +357,11 @@ def metric_lines(out: Path, process: str, key: str) -> list[dict[str, float]]:
     return [row for row in load_jsonl(out / "metrics.jsonl") if row.get("process") == process and key in row]
 
 
-def run_reference(folder: Path) -> Path:
+def run_reference(folder: Path, settings: tuple[object, ...] = ()) -> Path:
     """Reference run without faults for exact trials."""
     out = folder / "reference"
     with runner(folder / "said-reference") as run:
-        run.run_well("rl", *options(Trial(-1, out, 0, [], random.Random()), find_free_port()))
+        run.run_well("rl", *options(Trial(-1, out, 0, [], random.Random(), settings=settings), find_free_port()))
     return out
 
 
