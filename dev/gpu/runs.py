@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from dev.gpu.context import Context, Measured, measure_error
@@ -25,6 +26,7 @@ CACHE_TOKENS = 65536
 """The embedded engine's share of the device's memory, as tokens of its cache."""
 MODULES = {"sft": "prime_rl.trainer.sft.train", "rl": "prime_rl.rl"}
 SFT, RL = "dev/gpu/sft.toml", "dev/gpu/letters.toml"
+SFT_ROWS = ROOT / "examples" / "reverse_text" / "tiny" / "sft.jsonl"
 
 
 class Command:
@@ -35,6 +37,8 @@ class Command:
         self._log = context.scratch / f"{self._token}.log"
         argv = [sys.executable, "-m", MODULES[name], "@", config, "--output-dir", str(out), *map(str, options)]
         sections = {"sft": ["model"], "rl": ["trainer.model"]}[name]
+        if name == "sft" and context.tiny:
+            argv += ["--data.name", str(write_few_rows(context))]
         if name == "rl":
             argv += ["--inference.server.port", str(find_free_port())]
             if "vllm" not in argv:  # vLLM has its own options for device and memory
@@ -76,6 +80,14 @@ def run(context: Context, name: str, config: str, out: Path, *options: object) -
 def load_metric(out: Path, name: str) -> dict[int, float]:
     """A metric by step; of a repeated step the last value."""
     return {row["step"]: row[name] for row in load_jsonl(out / METRICS_FILE) if name in row}
+
+
+def write_few_rows(context: Context) -> Path:
+    """The first rows of the SFT data; tokenizing all of them takes longer than tiny runs."""
+    path = context.scratch / "rows.jsonl"
+    with SFT_ROWS.open() as rows:
+        path.write_text("".join(islice(rows, 500)))
+    return path
 
 
 def count_sft_steps(context: Context) -> int:
