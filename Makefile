@@ -71,7 +71,7 @@ test-unit: setup  ## unit tests, and contract tests of documented names
 
 test-integration: setup  ## tests that start the real commands
 	@echo "==> integration tests: the real commands with a tiny model"
-	@$(PY) -m pytest tests/integration -n 2 --dist worksteal
+	@$(PY) -m pytest tests/integration -n 2 --dist loadfile --no-loadscope-reorder
 
 test-extras: $(EXTRAS_STAMP)  ## setup, then install the packages and the browser that optional tests need
 	@$(PY) dev/install_system.py chromium

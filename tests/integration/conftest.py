@@ -1,4 +1,4 @@
-"""A browser for the tests that need one."""
+"""The order of the files, and a browser for the tests that need one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 from page_browser import Open, OpenPage
 
+LONGEST_FIRST = (
+    *("test_rl_command", "test_gpu_checks_run", "test_chaos", "test_killed_ranks", "test_distillation"),
+    *("test_eval_commands", "test_integration_training", "test_page", "test_page_views", "test_first_run"),
+)
+"""Files that take most of the time. `make test-integration` hands out whole files: their fixtures are built once."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that no worker is left alone with one at the end."""
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
 @pytest.fixture(scope="module")
