@@ -55,6 +55,21 @@ def explain_socket_error(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
+def check_interfaces(variable: str) -> None:
+    """Raise `ValueError` if a variable such as NCCL_SOCKET_IFNAME names network interfaces, but none of this machine.
+
+    As in NCCL, names are the beginnings of those of interfaces, and may follow "="; those behind "^" are left out.
+    """
+    value = os.environ.get(variable, "")
+    names = [name.partition(":")[0] for name in value.lstrip("=").split(",") if name]
+    present = [name for _, name in socket.if_nameindex()]
+    if names and not value.startswith("^") and not any(name.startswith(tuple(names)) for name in present):
+        raise ValueError(
+            f"{variable} = {value!r} is no network interface of this machine ({', '.join(present)}): unset it, or name "
+            "one of these"
+        )
+
+
 def find_free_port() -> int:
     """A port that is free now."""
     with socket.create_server(("localhost", 0)) as server:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from prime_rl.runtime.machine import check_interfaces
 from prime_rl.trainer.config import ParallelDims
 from rollouts.training.backends.ranks import Ranks
 
@@ -71,14 +72,16 @@ class Mesh:
 def init_process_group(parallel: ParallelDims, timeout_s: float, device: torch.device) -> Ranks:
     """Initialize the process group: gloo for CPUs, NCCL for GPUs; a single rank needs none.
 
-    An existing process group is reused. `ValueError` if torchrun started another number of ranks than the config has,
-    `TimeoutError` when they do not connect within `timeout_s`.
+    An existing process group is reused. `TimeoutError` when the ranks do not connect within `timeout_s`; `ValueError`
+    for interfaces that this machine lacks, and if torchrun started another number of ranks than the config has.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     parallel.resolve(size)
     if size == 1:
         return Ranks(device=device)
+    check_interfaces("GLOO_SOCKET_IFNAME")
     if device.type == "cuda":
+        check_interfaces("NCCL_SOCKET_IFNAME")
         torch.cuda.set_device(device)
     try:
         if not dist.is_initialized():

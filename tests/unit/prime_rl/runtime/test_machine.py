@@ -18,6 +18,7 @@ import pytest
 
 from prime_rl.runtime import machine
 from prime_rl.runtime.machine import (
+    check_interfaces,
     check_port_free,
     find_available_memory,
     find_free_port,
@@ -69,6 +70,23 @@ def test_a_port_of_an_ipv6_address_is_checked() -> None:
         with pytest.raises(ValueError, match=rf"port {port} on ::1 .*address already in use"):
             check_port_free("::1", port)
     check_port_free("::1", port)
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        *(("", True), ("eth", True), ("ib0,eth", True), ("=eth0", True), ("eth0:5000", True), ("^nope", True)),
+        *(("nope", False), ("nope,ib0", False), ("=nope", False)),
+    ],
+)
+def test_interfaces_that_are_missing_are_named(value: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
+    if fits:
+        check_interfaces("NCCL_SOCKET_IFNAME")
+        return
+    with pytest.raises(ValueError, match=rf"NCCL_SOCKET_IFNAME = '{value}' .* \(lo, eth0\): unset it"):
+        check_interfaces("NCCL_SOCKET_IFNAME")
 
 
 def test_a_host_without_an_address_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.parallel.context_parallel import check_heads, find_token_indices, repeat_heads
 from prime_rl.trainer.parallel.pipeline_parallel import check_layers, check_trained, split_layers
 from prime_rl.trainer.parallel.tensor_parallel import check_shape, find_split_dim, split_parameters
-from prime_rl.trainer.parallel_dims import Mesh, MeshAxisGroup, build_mesh, destroy_process_group
+from prime_rl.trainer.parallel_dims import Mesh, MeshAxisGroup, build_mesh, destroy_process_group, init_process_group
 from prime_rl.trainer.parallel_dims import ParallelDims as SameDims
 from prime_rl.trainer.sharded_checkpoint import ROWS, ShardMap, ShardSlice, open_shards, save_shards
 from rollouts.training.backends.ranks import Ranks
@@ -96,6 +96,14 @@ def test_the_groups_of_a_mesh_have_the_timeout(monkeypatch: pytest.MonkeyPatch) 
     finally:
         destroy_process_group()
     assert (mesh.pp.size, mesh.tp.size, mesh.dp_size) == (2, 2, 2) and timeouts == {timedelta(seconds=77)}
+
+
+@pytest.mark.parametrize(("variable", "device"), [("GLOO_SOCKET_IFNAME", "cpu"), ("NCCL_SOCKET_IFNAME", "cuda")])
+def test_ranks_check_the_network_interface(variable: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(variable, "nope")
+    with pytest.raises(ValueError, match=f"{variable} = 'nope' is no network interface"):
+        init_process_group(ParallelDims(), 1.0, torch.device(device))
 
 
 @pytest.mark.parametrize(("owners", "missing"), [([0, 1, 2], None), ([0, 1], 1), ([2, 3], 0)])
