@@ -152,7 +152,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _walk(module: Module) -> Iterator[tuple[ast.AST, bool]]:
-    """Every statement, with False inside functions and `if TYPE_CHECKING:`; expressions too if `import_module` occurs."""
+    """Statements, with False inside functions and `if TYPE_CHECKING:`, and expressions if `import_module` occurs."""
     pending: list[tuple[ast.AST, bool]] = [(module.tree, True)]
     skipped: tuple[type, ...] = () if "import_module" in module.text else (ast.expr,)
     while pending:

@@ -217,7 +217,7 @@ def test_peft_round_trip(tie: bool, saved: tuple[str, ...], tmp_path: Path) -> N
     assert adapter.tensors.keys() == trained.keys()
     assert all(torch.equal(tensor, trained[name]) for name, tensor in adapter.tensors.items())
     if saved:
-        with pytest.raises(ValueError, match="has the full tensor lm_head.weight"):
+        with pytest.raises(ValueError, match=r"has the full tensor lm_head\.weight"):
             table.put("peft", adapter)
         return
     table.put("peft", adapter)
