@@ -235,6 +235,12 @@ def share_api_key(tables: ConfigTables, section: str, source: str) -> None:
         tables.set(f"{section}.client.api_key_var", tables.get(source), source)
 
 
+def find_envs(tables: ConfigTables) -> dict[int, dict[str, Any]]:
+    """The tables of the training environments by their place; entries of other types are rejected later."""
+    envs = tables.get("orchestrator.env")
+    return {i: env for i, env in enumerate(envs if isinstance(envs, list) else []) if isinstance(env, dict)}
+
+
 def has_adapter(tables: ConfigTables) -> bool:
     """Whether the trained weights are served as an adapter."""
     return tables.is_section("trainer.model.lora") and not tables.get("trainer.model.lora.merge")
@@ -297,17 +303,14 @@ def _derive_advantage(tables: ConfigTables) -> None:
         settings["advantage.std"] = choice.std
     if tables.is_off("orchestrator.advantage"):
         settings = {"advantage": {}}
-    is_custom = next((f"orchestrator.advantage.{x}" for x in ("import_path", "rewards") if _is_chosen(tables, x)), None)
-    if is_custom:
+    if any(tables.get(f"orchestrator.advantage.{name}") for name in ("import_path", "rewards")):
         settings = {}
     elif has_critic:
         is_off = tables.is_off("orchestrator.advantage")
         settings = {} if is_off else {"advantage.baseline": "none", "advantage.std": "none"}
     env_choice = AdvantageChoice("none") if has_critic else choice
-    envs = tables.get("orchestrator.env", [])
-    for env in envs if isinstance(envs, list) else []:
-        has_own = isinstance(env, dict) and isinstance(env.get("advantage"), dict)
-        if has_own and (has_critic or "type" not in (env.get("loss") or {})):
+    for env in find_envs(tables).values():
+        if isinstance(env.get("advantage"), dict) and (has_critic or "type" not in (env.get("loss") or {})):
             _fill_advantage(env, env_choice)
     if choice.drop_equal:
         settings["buffer.filters"] = [{"name": "zero_variance"}]
@@ -327,11 +330,8 @@ def _derive_advantage(tables: ConfigTables) -> None:
 
 def _find_unshaped_advantage(tables: ConfigTables) -> str | None:
     """The first advantage, of the run or an environment, that takes no overlong penalty."""
-    envs = tables.get("orchestrator.env")
     sections = {"orchestrator.advantage": tables.get("orchestrator.advantage")} | {
-        f"orchestrator.env.{i}.advantage": env.get("advantage")
-        for i, env in enumerate(envs if isinstance(envs, list) else [])
-        if isinstance(env, dict)
+        f"orchestrator.env.{i}.advantage": env.get("advantage") for i, env in find_envs(tables).items()
     }
     for key, section in sections.items():
         if not isinstance(section, dict):
@@ -342,11 +342,6 @@ def _find_unshaped_advantage(tables: ConfigTables) -> str | None:
         for name in filter(section.get, ("import_path", "rewards")):
             return f"{key}.{name}"
     return None
-
-
-def _is_chosen(tables: ConfigTables, name: str) -> bool:
-    """Whether a key of `orchestrator.advantage` has a value other than None and empty."""
-    return bool(tables.get(f"orchestrator.advantage.{name}"))
 
 
 def _derive_loss_divisor(tables: ConfigTables) -> None:
@@ -360,9 +355,8 @@ def _derive_loss_divisor(tables: ConfigTables) -> None:
 
 def _derive_env_losses(tables: ConfigTables) -> None:
     """Give the losses of environments to the trainer, and their presets' baselines to the orchestrator."""
-    envs = tables.get("orchestrator.env", [])
-    for i, env in enumerate(envs if isinstance(envs, list) else []):
-        loss = env.get("loss") if isinstance(env, dict) else None
+    for i, env in find_envs(tables).items():
+        loss = env.get("loss")
         if not isinstance(loss, dict):
             continue
         name, key = TrainEnvConfig.find_name(env), f"orchestrator.env.{i}.loss"

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from prime_rl.client.contexts import read_context_file
-from prime_rl.config_sharing import build_url, find_port, find_server, has_adapter, share_api_key
+from prime_rl.config_sharing import build_url, find_envs, find_port, find_server, has_adapter, share_api_key
 from prime_rl.configuration.sections import BASE_MODEL, ClientConfig
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig, prefers_vllm
@@ -127,16 +127,19 @@ def _fill_self_teacher(tables: ConfigTables) -> None:
 
 def _uses_default_context(tables: ConfigTables) -> bool:
     """Whether an environment has a teacher with a context, but no context of its own."""
-    envs = [env for env in tables.get("orchestrator.env", None) or [{}] if isinstance(env, dict)]
+    envs = [*find_envs(tables).values()] or [{}]
     taught = [_set_keys(env) for env in envs if env.get("teacher") in (None, "context")]
     return any(not keys & {"context_from", *CONTEXT_SOURCES} for keys in taught)
 
 
 def _given_keys(tables: ConfigTables) -> set[str]:
     """Keys that the teacher or an environment sets."""
-    envs = tables.get("orchestrator.env", [])
-    sections = [tables.section(TEACHER), *(env for env in envs if isinstance(env, dict))]
-    return {name for section in sections for name in _set_keys(section)}
+    return {name for section in _find_sections(tables) for name in _set_keys(section)}
+
+
+def _find_sections(tables: ConfigTables) -> list[dict[str, Any]]:
+    """The tables that may set a context."""
+    return [tables.section(TEACHER), *find_envs(tables).values()]
 
 
 def _set_keys(section: dict[str, Any]) -> set[str]:
@@ -164,8 +167,8 @@ def _find_kl(tables: ConfigTables) -> str | None:
     """The key of a KL to the reference: in all rewards, in those of an environment, or in the loss."""
     if tables.get(key := "orchestrator.advantage.kl_coef"):
         return key
-    for i, env in enumerate(tables.get("orchestrator.env", [])):
-        advantage = env.get("advantage") if isinstance(env, dict) else None
+    for i, env in find_envs(tables).items():
+        advantage = env.get("advantage")
         if isinstance(advantage, dict) and advantage.get("kl_coef"):
             return f"orchestrator.env.{i}.advantage.kl_coef"
     return key if tables.get(key := "trainer.loss.kl_coef") else None
@@ -189,9 +192,8 @@ def _require_teacher_weights(tables: ConfigTables) -> None:
     weights = _weights(tables)
     if weights == "ema":
         tables.set("trainer.ema_decay", tables.get(f"{TEACHER}.ema_decay", TeacherConfig().ema_decay), TEACHER)
-    envs = tables.get("orchestrator.env", [])
-    rows = [env for env in envs if isinstance(env, dict)] if isinstance(envs, list) else []
-    if weights != "frozen" and any(env.get("teacher") == "reference" for env in rows) and not _serves_base(tables):
+    has_reference = any(env.get("teacher") == "reference" for env in find_envs(tables).values())
+    if weights != "frozen" and has_reference and not _serves_base(tables):
         raise ValueError(
             f'{TEACHER}.weights = "{weights}" leaves no server with the weights before training, which a '
             "reference environment needs\n"
@@ -327,8 +329,7 @@ def _share_gpus(tables: ConfigTables) -> dict[str, int]:
 
 def _needed_length(tables: ConfigTables) -> int:
     """Tokens for the longest sample and the longest context (at most its bytes; unknown contexts: at least seq_len)."""
-    seq_len, envs = int(tables.get("seq_len")), tables.get("orchestrator.env")
-    sections = [tables.section(TEACHER), *(env for env in envs or [] if isinstance(env, dict))]
+    seq_len, sections = int(tables.get("seq_len")), _find_sections(tables)
     unknown = ("context_file", "context_template", "context_fn", "context_from")
     texts = [section.get(name) for section in sections for name in ("context", "context_template")]
     lengths = [len(text.encode()) + TEMPLATE_TOKENS for text in texts if isinstance(text, str)]
