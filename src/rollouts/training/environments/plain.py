@@ -20,7 +20,7 @@ from rollouts.training.environments.protocol import (
     locate_error,
     number_row,
     open_conversation,
-    read_example_id,
+    open_rollout,
     read_feedback,
     run_attempts,
     run_with_timeout,
@@ -87,7 +87,7 @@ class PlainEnvironment:
         """See `Environment.run_group`."""
 
         async def attempt(args: dict[str, Any]) -> Any:
-            rollout, own_client, state = _open_rollout(row, args), open_conversation(client), dict[str, Any]()
+            rollout, own_client, state = open_rollout(row, args), open_conversation(client), dict[str, Any]()
             run, started = self.agent or self._run_turns, time.perf_counter()
             error = await run_with_timeout(
                 self.timeout_s, "the rollout", lambda: run(rollout, row, state, own_client, model, args)
@@ -252,17 +252,6 @@ def _as_row(row: Mapping[str, Any], number: int, system_prompt: str | None) -> R
     return number_row({**row, "prompt": messages}, number)
 
 
-def _open_rollout(row: Row, args: dict[str, Any]) -> Rollout:
-    return Rollout(
-        prompt=row["prompt"],
-        answer=row.get("answer"),
-        info=row.get("info"),
-        task=str(row.get("task") or ""),
-        example_id=read_example_id(row),
-        temperature=float(args.get("temperature", 1.0)),
-    )
-
-
 def build_request(args: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a chat request with these sampling arguments."""
     request = dict(args)
@@ -292,10 +281,15 @@ def read_turn(answer: Any) -> Turn | None:
     content = choice.logprobs.content if choice.logprobs is not None else None
     if prompt_ids is None or getattr(choice, "token_ids", None) is None or content is None:
         return None
+    return build_turn(choice, prompt_ids, choice.token_ids, [entry.logprob for entry in content])
+
+
+def build_turn(choice: Any, prompt_ids: Any, completion_ids: Any, logprobs: Any) -> Turn:
+    """A turn with these tokens and what else `choice`, that of the response, has on them."""
     return Turn(
         prompt_ids=list(prompt_ids),
-        completion_ids=list(choice.token_ids),
-        logprobs=[entry.logprob for entry in content],
+        completion_ids=list(completion_ids),
+        logprobs=list(logprobs),
         versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
         chat_request=getattr(choice, "chat_request", None),
         constrained_by=getattr(choice, "constrained_by", None),

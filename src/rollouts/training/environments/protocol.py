@@ -77,24 +77,24 @@ def number_row(row: Mapping[str, Any], number: int) -> Row:
     return {"example_id": number, **row, **kept} | {"example_id": number}
 
 
-def read_example_id(row: Row) -> int:
-    """The `example_id` of a row; 0 if it is no integer."""
-    given = row.get("example_id")
-    return int(given) if isinstance(given, Integral) else 0
-
-
-def fail_rollout(row: Row, args: Mapping[str, Any], error_type: str, error: str) -> Rollout:
-    """A failed rollout of a row with these sampling arguments."""
+def open_rollout(row: Row, args: Mapping[str, Any]) -> Rollout:
+    """A rollout of a row with these sampling arguments, before its first turn; an `example_id` but an integer is 0."""
+    example_id = row.get("example_id")
     return Rollout(
         prompt=row["prompt"],
         answer=row.get("answer"),
         info=row.get("info"),
-        example_id=read_example_id(row),
+        task=str(row.get("task") or ""),
+        example_id=int(example_id) if isinstance(example_id, Integral) else 0,
         temperature=float(args.get("temperature", 1.0)),
-        status=Status.FAILED,
-        error_type=error_type,
-        error=error,
     )
+
+
+def fail_rollout(row: Row, args: Mapping[str, Any], error_type: str, error: str) -> Rollout:
+    """A failed rollout of a row with these sampling arguments."""
+    failed = open_rollout(row, args)
+    failed.status, failed.error_type, failed.error = Status.FAILED, error_type, error
+    return failed
 
 
 async def run_with_timeout(timeout_s: float | None, what: str, work: Callable[[], Awaitable[Any]]) -> Any:

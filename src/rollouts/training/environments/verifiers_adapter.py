@@ -14,7 +14,7 @@ import anyio
 
 from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.environments.completion import ChatCompletion, plain_completion
-from rollouts.training.environments.plain import add_reasoning
+from rollouts.training.environments.plain import add_reasoning, build_turn
 from rollouts.training.environments.protocol import (
     RewardError,
     Row,
@@ -23,7 +23,8 @@ from rollouts.training.environments.protocol import (
     locate_error,
     number_row,
     open_conversation,
-    read_example_id,
+    open_rollout,
+    fail_rollout,
     read_feedback,
     run_attempts,
     run_with_timeout,
@@ -270,17 +271,9 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
     failure = _failure(result)
     if failure is None and scoring_error is not None:
         failure = type(scoring_error).__name__, f"scoring failed: {scoring_error}"
-    known = Rollout(
-        prompt=row["prompt"],
-        answer=row.get("answer"),
-        info=row.get("info"),
-        task=str(row.get("task") or ""),
-        example_id=read_example_id(row),
-        temperature=float(args.get("temperature", 1.0)),
-    )
     if failure is not None:
-        known.status, (known.error_type, known.error) = Status.FAILED, failure
-        return known
+        return fail_rollout(row, args, *failure)
+    known = open_rollout(row, args)
     known.prompt = result.get("prompt") or row["prompt"]  # `setup_state` may have replaced it
     known.completion = _with_reasoning(plain_completion(result["completion"]), result["trajectory"])
     known.stop_reason = result.get("stop_condition")
@@ -325,12 +318,4 @@ def _to_turn(step: Any) -> Turn | None:
     step["response"] = None
     if tokens is None:
         return None
-    return Turn(
-        prompt_ids=list(tokens["prompt_ids"]),
-        completion_ids=list(tokens["completion_ids"]),
-        logprobs=list(tokens["completion_logprobs"]),
-        versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
-        chat_request=getattr(choice, "chat_request", None),
-        constrained_by=getattr(choice, "constrained_by", None),
-        sampling_support=getattr(choice, "sampling_support", b""),
-    )
+    return build_turn(choice, tokens["prompt_ids"], tokens["completion_ids"], tokens["completion_logprobs"])
