@@ -213,8 +213,7 @@ async def create_model(service: TrainingService, owner: str, request: Request) -
         train_mlp=field(lora, "train_mlp", bool, True),
     )
     model = _new_model(service, owner, body, base_model, config)
-    if model.model_id not in service.models:
-        service.reserve_model(model)
+    service.reserve_model(model)
     return _submit(service, model, 0, "create_model", dict)
 
 
@@ -235,8 +234,7 @@ async def load_weights(service: TrainingService, owner: str, request: Request) -
     checkpoint = service.store.find(fields["path"], owner)
     base_model = body.get("base_model") or checkpoint.base_model
     model = _new_model(service, owner, body, base_model, AdapterConfig(**checkpoint.config))
-    if model.model_id not in service.models:
-        service.reserve_model(model)
+    service.reserve_model(model)
     return _submit(service, model, 0, "load_weights", lambda: fields)
 
 

@@ -84,10 +84,8 @@ def parse_sample(body: Mapping[str, Any], max_len: int, vocab: int, seed: int) -
     if not isinstance(given, dict):
         raise ValueError("sampling_params must be an object")
     stop, stop_tokens, ignore_eos = _parse_stop(given.get("stop"))
-    wants_prompt, topk_prompt = (
-        bool(body.get("prompt_logprobs")),
-        int(_number(body, "topk_prompt_logprobs", 0, 0, MAX_TOPK)),
-    )
+    wants_prompt = bool(body.get("prompt_logprobs"))
+    topk_prompt = int(_number(body, "topk_prompt_logprobs", 0, 0, MAX_TOPK))
     num = int(_number(body, "num_samples", 1, 1, MAX_SAMPLES))
     room = max_len - len(prompt)
     is_score = num == 1 and (wants_prompt or topk_prompt > 0)  # of a sequence of any length that can be trained

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -43,6 +44,15 @@ def check_sampling_number(seq_id: Any) -> None:
     """`ValueError` for anything but a number from 0."""
     if type(seq_id) is not int or seq_id < 0:
         raise ValueError(f"sampling_session_seq_id must be a number from 0, got {seq_id!r}")
+
+
+async def _repeat(interval_s: float, work: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await work()
+        except Exception:
+            logger.exception(f"{work.__name__} failed; it is repeated")
 
 
 class TrainingService:
@@ -102,7 +112,8 @@ class TrainingService:
         """Restore what the request log holds, and start engine and background tasks; call inside the event loop."""
         self.engine.start()
         self._restore()
-        work = (self.log.run(), self.training.run(), self._clean(), self._log_metrics())
+        repeated = _repeat(CLEANUP_S, self.clean), _repeat(self.config.metrics_interval, self.log_metrics)
+        work = (self.log.run(), self.training.run(), *repeated)
         self._tasks = [asyncio.create_task(task) for task in work]
         for task in self._tasks:
             task.add_done_callback(self._check)
@@ -292,7 +303,9 @@ class TrainingService:
         return {"type": request.kind, "sampling_session_id": opened.sampling_session_id}
 
     def reserve_model(self, model: Model) -> None:
-        """Register a model that is about to be created; `TooMany` at the limit."""
+        """Register a model that is about to be created, unless it is; `TooMany` at the limit."""
+        if model.model_id in self.models:
+            return
         if len(self.models) >= self.config.limits.max_models:
             raise TooMany(f"{len(self.models)} models are loaded (limits.max_models): unload one")
         if not 1 <= model.config.rank <= self.config.limits.max_rank:
@@ -349,22 +362,6 @@ class TrainingService:
         """Whether an open sampling session or a waiting request needs a checkpoint: a time limit does not delete it."""
         sampled = (s.checkpoint.path for s in self.sampling.values() if s.checkpoint is not None)
         return checkpoint.path in sampled or checkpoint.path in self.queue.find_loads()
-
-    async def _clean(self) -> None:
-        while True:
-            await asyncio.sleep(CLEANUP_S)
-            try:
-                await self.clean()
-            except Exception:
-                logger.exception("Cleanup failed; it is repeated")
-
-    async def _log_metrics(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.metrics_interval)
-            try:
-                await self.log_metrics()
-            except Exception:
-                logger.exception("Metrics were not written")
 
     async def log_metrics(self) -> None:
         """Write a row of metrics, unless the server is idle."""

@@ -73,7 +73,3 @@ class TrainingQueue:
         """Paths of the checkpoints that waiting requests load."""
         waiting = (request for requests in self._waiting.values() for request in requests.values())
         return {request.fields()["path"] for request in waiting if request.kind == "load_weights"}
-
-    def describe(self) -> dict[str, int]:
-        """Number of waiting requests by model."""
-        return {model_id: len(waiting) for model_id, waiting in self._waiting.items() if waiting}
