@@ -24,7 +24,7 @@ from prime_rl.configuration.sections import (
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.deployment.config import Deployment, LocalDeployment
 from prime_rl.inference.config import InferenceConfig, prefers_vllm
-from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.config import OrchestratorCkptConfig, OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -40,17 +40,8 @@ class SharedModelConfig(BaseConfig):
     debug: DebugModelConfig = DebugModelConfig()
 
 
-class SharedCkptConfig(BaseConfig):
+class SharedCkptConfig(OrchestratorCkptConfig):
     """Checkpoints of trainer and orchestrator, taken at the same steps."""
-
-    interval: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints; unset: only after the last step."""
-
-    resume_step: int | None = Field(default=None, ge=-1)
-    """Continue from this step; -1: from the latest complete one."""
-
-    keep: int | None = Field(default=None, ge=1)
-    """Number of latest checkpoints that stay on disk; unset: all."""
 
 
 class SharedPrometheusConfig(BaseConfig):
