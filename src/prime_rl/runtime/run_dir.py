@@ -206,7 +206,7 @@ class RunDir:
         """
         from rollouts.training.metrics import append_jsonl  # lazy: --help imports this module
 
-        numbers = [row["attempt"] for row in self._load_attempts(process)]
+        numbers = [row["attempt"] for row in self.load_attempts(process)]
         # Runs of an older version have no recorded attempt, which counts as number 0.
         number = max(numbers) + 1 if numbers else int(step > 0)
         row = {"process": process, "attempt": number, "step": step, "timestamp": time.time()}
@@ -215,26 +215,24 @@ class RunDir:
 
     def find_skips(self, process: str, step: int) -> list[str]:
         """What the last attempt of `process` did not load of checkpoint `step`; empty if it began after another."""
-        last = (self._load_attempts(process) or [{}])[-1]
+        last = (self.load_attempts(process) or [{}])[-1]
         return list(last.get("skips", ())) if last.get("step") == step else []
 
     def find_first_step(self, process: str) -> int | None:
         """The first step of the last attempt of `process`; None if it records none."""
-        rows = self._load_attempts(process)
+        rows = self.load_attempts(process)
         return rows[-1]["step"] + 1 if rows else None
 
     def count_starts(self, *processes: str) -> int:
         """Number of recorded attempts of these processes."""
-        from rollouts.training.metrics import load_jsonl
-
-        return sum(row.get("process") in processes for row in load_jsonl(self.attempt_log))
+        return len(self.load_attempts(*processes))
 
     def has_resumed(self, process: str, step: int, stopped: float) -> bool:
         """Whether `process` has begun an attempt after `step` since the time `stopped`; True if it records none.
 
         Processes that start on their own do so in any order, and each counts its own attempts.
         """
-        rows = self._load_attempts(process)
+        rows = self.load_attempts(process)
         return not rows or bool(rows[-1]["step"] == step and rows[-1].get("timestamp", 0.0) > stopped)
 
     def find_last_record(self, process: str) -> float:
@@ -244,10 +242,11 @@ class RunDir:
         times = (row["timestamp"] for row in load_jsonl(self.metrics) if row.get("process") == process)
         return max(times, default=0.0)
 
-    def _load_attempts(self, process: str) -> list[dict[str, Any]]:
+    def load_attempts(self, *processes: str) -> list[dict[str, Any]]:
+        """The recorded attempts of these processes."""
         from rollouts.training.metrics import load_jsonl
 
-        return [row for row in load_jsonl(self.attempt_log) if row.get("process") == process]
+        return [row for row in load_jsonl(self.attempt_log) if row.get("process") in processes]
 
 
 class Attempts:
@@ -259,7 +258,7 @@ class Attempts:
     """
 
     def __init__(self, out: Path, process: str) -> None:
-        self._path = RunDir(out).attempt_log
+        self._run = RunDir(out)
         self._process = process if process in ("trainer", "sft") else "orchestrator"
         self._size = 0
         self._starts: list[tuple[int, int]] = []
@@ -267,13 +266,11 @@ class Attempts:
     def find(self, step: int) -> int:
         """The number of the last attempt that made `step`; 0 if none is recorded."""
         try:
-            size = self._path.stat().st_size
+            size = self._run.attempt_log.stat().st_size
         except OSError:
             return 0
         if size != self._size:
-            from rollouts.training.metrics import load_jsonl
-
-            rows = (row for row in load_jsonl(self._path) if row.get("process") == self._process)
+            rows = self._run.load_attempts(self._process)
             self._size, self._starts = size, [(row["attempt"], row["step"]) for row in rows]
         return max((number for number, start in self._starts if start < max(step, 1)), default=0)
 
