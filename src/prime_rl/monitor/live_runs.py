@@ -13,7 +13,15 @@ from typing import Any
 import msgspec
 
 from prime_rl.monitor.compare import flat_config, is_place
-from prime_rl.monitor.local_runs import LocalRun, complete_lines, digest_first_line, find_runs, is_replaced, load_series
+from prime_rl.monitor.local_runs import (
+    LocalRun,
+    complete_lines,
+    digest_first_line,
+    find_runs,
+    is_replaced,
+    last_write,
+    load_series,
+)
 from prime_rl.monitor.page_data import main_metrics, pack_kind, thin
 from prime_rl.monitor.run_kind import SEARCH_METRIC, RunKind, find_kind
 from prime_rl.monitor.run_status import RunStatus, find_status
@@ -63,7 +71,7 @@ class RunCard:
     def read(self, key: str) -> dict[str, Any]:
         """The card as JSON-compatible values."""
         self._read_rows()
-        seen = (self._offset, _mtime(self.run.files.state), _mtime(self.run.files.configs))
+        seen = (self._offset, last_write(self.run.files.state), last_write(self.run.files.configs))
         if seen != self._seen or self._config is None:
             tables = self.run.tables()
             kind = find_kind(self._series(), tables, bool(self.run.evaluations()))
@@ -84,7 +92,7 @@ class RunCard:
             "max_steps": max_steps,
             "kind": pack_kind(kind),
             "model": model,
-            "changed": self.run.changed or _mtime(self.run.files.state),
+            "changed": self.run.changed or last_write(self.run.files.state),
             "seconds": timing.seconds,
             "until": timing.until,
             "finish": timing.finish,
@@ -194,10 +202,3 @@ class LiveRuns:
         found = {self.root.name if key == "." else key: run for key, run in found.items()}
         self._cards = {key: self._cards.get(key) or RunCard(run) for key, run in found.items()}
         self._scanned = time.monotonic()
-
-
-def _mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

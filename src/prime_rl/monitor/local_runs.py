@@ -26,6 +26,14 @@ _RUN = RunDir(Path())
 _SKIPPED = {path.name for path in (*_RUN.step_dirs, _RUN.logs, _RUN.configs, _RUN.evals, _RUN.attempts)} | {"wandb"}
 
 
+def last_write(path: Path) -> float:
+    """When a file was last written, in unix seconds; 0 if it does not exist."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 @dataclass(frozen=True)
 class EvalDir:
     """An evaluation in `evals/`: environment, version of the weights (None: unknown) and time of writing."""
@@ -79,10 +87,7 @@ class LocalRun:
     @property
     def changed(self) -> float:
         """When a metric was last written, in unix seconds; 0 before the first."""
-        try:
-            return self.metrics_path.stat().st_mtime
-        except OSError:
-            return 0.0
+        return last_write(self.metrics_path)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Lines of metrics and timelines in file order, without repeated steps."""

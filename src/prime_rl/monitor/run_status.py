@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.monitor.local_runs import LocalRun, last_write
 from prime_rl.runtime.run_state import RunState, is_alive, read_run_state
 
 FRESH_S = 60.0
@@ -89,7 +89,7 @@ def _from_record(run: LocalRun, recorded: RunState, tail: _Tail) -> RunStatus:
     if state == "running":
         alive, reason = is_alive(recorded.process), "killed"
         if alive is None:
-            alive, reason = _is_fresh(max(tail.last, _mtime(run.files.state)), tail), "no sign of life"
+            alive, reason = _is_fresh(max(tail.last, last_write(run.files.state)), tail), "no sign of life"
         state, reason = ("running", None) if alive else ("stopped", reason)
     elif state != "finished":
         reason = f"failed: {recorded.reason}" if state == "failed" and recorded.reason else state
@@ -158,10 +158,3 @@ def _logged_finish(log: Path) -> bool:
     with log.open("rb") as file:
         file.seek(max(log.stat().st_size - 500, 0))
         return b"Finished after step" in file.read()
-
-
-def _mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
