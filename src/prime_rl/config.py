@@ -15,6 +15,7 @@ from prime_rl.configuration.sections import (
     BASE_MODEL,
     DebugModelConfig,
     LogConfig,
+    SharedCkptConfig,
     TensorboardConfig,
     TrackioConfig,
     TrainerWeightBroadcastConfig,
@@ -24,7 +25,7 @@ from prime_rl.configuration.sections import (
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.deployment.config import Deployment, LocalDeployment
 from prime_rl.inference.config import InferenceConfig, prefers_vllm
-from prime_rl.orchestrator.config import OrchestratorCkptConfig, OrchestratorConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -38,10 +39,6 @@ class SharedModelConfig(BaseConfig):
     """Directory, shipped name (tiny-qwen3) or hub name."""
 
     debug: DebugModelConfig = DebugModelConfig()
-
-
-class SharedCkptConfig(OrchestratorCkptConfig):
-    """Checkpoints of trainer and orchestrator, taken at the same steps."""
 
 
 class SharedPrometheusConfig(BaseConfig):

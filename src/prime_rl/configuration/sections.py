@@ -103,6 +103,19 @@ class PrometheusConfig(BaseConfig):
     9406 evolve."""
 
 
+class SharedCkptConfig(BaseConfig):
+    """Checkpoints of trainer and orchestrator, taken at the same steps."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints; unset: only after the last step."""
+
+    resume_step: int | None = Field(default=None, ge=-1)
+    """Resume from this step; -1: from the latest complete one."""
+
+    keep: int | None = Field(default=None, ge=1)
+    """Number of latest checkpoints to keep on disk; unset: all."""
+
+
 class TrackersConfig(BaseConfig):
     """Metric trackers in addition to metrics.jsonl."""
 

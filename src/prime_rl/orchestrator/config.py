@@ -19,6 +19,7 @@ from prime_rl.configuration.sections import (
     GenerationEnvConfig,
     LogConfig,
     SamplingConfig,
+    SharedCkptConfig,
     TrackersConfig,
     TransportConfig,
     WeightBroadcastConfig,
@@ -239,17 +240,8 @@ class ValConfig(BaseConfig):
     """Versions between validations."""
 
 
-class OrchestratorCkptConfig(BaseConfig):
+class OrchestratorCkptConfig(SharedCkptConfig):
     """Orchestrator checkpoints: prompt cursors, groups in flight, counters."""
-
-    interval: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints; unset: only after the last step."""
-
-    resume_step: int | None = Field(default=None, ge=-1)
-    """Resume from this step; -1: from the latest step that both trainer and orchestrator completed."""
-
-    keep: int | None = Field(default=None, ge=1)
-    """Number of latest checkpoints to keep on disk; unset: all."""
 
 
 class TrainEnvConfig(ContextConfig, EnvConfig):

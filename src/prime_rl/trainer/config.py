@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from prime_rl.configuration.sections import (
     LogConfig,
+    SharedCkptConfig,
     TrackersConfig,
     TrainerWeightBroadcastConfig,
     TransportConfig,
@@ -105,17 +106,8 @@ SKIPS = ("skip_optimizer", "skip_scheduler", "skip_dataloader", "skip_progress")
 """Keys of `ckpt` for one start."""
 
 
-class CkptConfig(BaseConfig):
+class CkptConfig(SharedCkptConfig):
     """Checkpointing and resume; enabled by the presence of the section."""
-
-    interval: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints; unset: only at the last step."""
-
-    keep: int | None = Field(default=None, ge=1)
-    """Number of most recent checkpoints to keep; unset: all."""
-
-    resume_step: int | None = Field(default=None, ge=-1)
-    """Step of the checkpoint to resume from; -1: the latest complete one."""
 
     skip_optimizer: bool = False
     """Do not restore the optimizer moments."""
