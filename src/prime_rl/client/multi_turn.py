@@ -12,6 +12,7 @@ the messages are sent instead: the prompt differs, and training starts a new sam
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import msgspec
@@ -114,14 +115,14 @@ class MultiTurnClient:
 
     # Properties, since attributes with bound methods would form reference cycles, left to the garbage collector.
     @property
-    def chat(self) -> _MultiTurnChat:
+    def chat(self) -> SimpleNamespace:
         """`chat.completions.create`."""
-        return _MultiTurnChat(self)
+        return SimpleNamespace(completions=SimpleNamespace(create=self.create_chat))
 
     @property
-    def completions(self) -> _Create:
+    def completions(self) -> SimpleNamespace:
         """`completions.create`."""
-        return _Create(self.create_completion)
+        return SimpleNamespace(create=self.create_completion)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -261,20 +262,6 @@ class MultiTurnClient:
         if body.get("min_tokens") is not None:
             given["min_tokens"] = min(body["min_tokens"], *given.values())
         return body | given
-
-
-class _Create:
-    """The `create` in `completions.create`."""
-
-    def __init__(self, create: Any) -> None:
-        self.create = create
-
-
-class _MultiTurnChat:
-    """The `chat` in `chat.completions.create`."""
-
-    def __init__(self, conversation: MultiTurnClient) -> None:
-        self.completions = _Create(conversation.create_chat)
 
 
 def _encode(value: Any) -> bytes:

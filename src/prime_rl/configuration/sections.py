@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -148,6 +149,11 @@ class ClientConfig(BaseConfig):
 
     reconnect_timeout: float = Field(default=300.0, ge=0)
     """Seconds to retry a server that is unreachable or not ready (it may be restarting)."""
+
+    def read_headers(self) -> dict[str, str]:
+        """The headers of every request, with the API key of `api_key_var` if set."""
+        key = os.environ.get(self.api_key_var)
+        return ({"authorization": f"Bearer {key}"} if key else {}) | self.headers
 
     @property
     def servers(self) -> frozenset[str]:

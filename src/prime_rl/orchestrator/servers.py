@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -26,9 +25,7 @@ POLL_INTERVAL_S = 0.05
 
 def build_engines(config: ClientConfig, *, broadcast: bool = False) -> list[PrimeEngine]:
     """One engine per server of `client`. `broadcast`: servers receive weights from the trainer over process groups."""
-    headers = dict(config.headers)
-    if key := os.environ.get(config.api_key_var):
-        headers.setdefault("authorization", f"Bearer {key}")
+    headers = config.read_headers()
     timeout = max(config.timeout, PrimeEngine.timeout)
     if not broadcast:
         return [PrimeEngine(url, timeout, headers=headers) for url in config.base_url]

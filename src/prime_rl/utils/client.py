@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 import time
 from collections.abc import Awaitable, Callable
 from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -118,7 +118,7 @@ class InferenceClient:
         self._line_breaks: dict[str, list[int]] = {}
         self._batcher = RequestBatcher(self._send_group)
         self.completions = _Completions(self, "/completions")
-        self.chat = _Chat(self)
+        self.chat = SimpleNamespace(completions=_Completions(self, "/chat/completions"))
 
     @property
     def root_url(self) -> str:
@@ -141,12 +141,13 @@ class InferenceClient:
         twin = InferenceClient.__new__(InferenceClient)
         twin.__dict__.update(self.__dict__, base_url=base_url.rstrip("/"), _path=urlsplit(base_url).path.rstrip("/"))
         twin._batcher = RequestBatcher(twin._send_group)
-        twin.completions, twin.chat = _Completions(twin, "/completions"), _Chat(twin)
+        twin.completions = _Completions(twin, "/completions")
+        twin.chat = SimpleNamespace(completions=_Completions(twin, "/chat/completions"))
         return twin
 
     @cached_property
     def _root(self) -> InferenceClient:
-        return self.copy(base_url=self.root_url)
+        return self if self.base_url == self.root_url else self.copy(base_url=self.root_url)
 
     async def post(self, path: str, *, body: dict[str, Any], cast_to: Any = dict) -> Any:
         """The response to a POST as `cast_to`: a completion type of `openai`, any pydantic model, or `dict`."""
@@ -254,8 +255,7 @@ class InferenceClient:
 
     async def request_scores(self, body: dict[str, Any]) -> bytes | None:
         """The packed response of /score; None from a server without that route, or with another one of that name."""
-        root = self if self.base_url == self.root_url else self._root
-        return await self._try_route("/score", root.request("POST", "/score", body), _lacks_scores)
+        return await self._try_route("/score", self._root.request("POST", "/score", body), _lacks_scores)
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | None:
         """Token ids of `messages` or of a `prompt`; None if the server cannot tokenize them.
@@ -264,9 +264,8 @@ class InferenceClient:
         """
         import openai
 
-        root = self if self.base_url == self.root_url else self._root
         try:
-            answer = await self._try_route("/tokenize", root.request("POST", "/tokenize", body), _lacks_route)
+            answer = await self._try_route("/tokenize", self._root.request("POST", "/tokenize", body), _lacks_route)
         except openai.BadRequestError as error:
             if describe_failure(error)[0] == "OverlongPrompt":
                 raise
@@ -298,8 +297,7 @@ class InferenceClient:
 
     async def detokenize(self, body: dict[str, Any]) -> str:
         """The text of `tokens` including special tokens."""
-        root = self if self.base_url == self.root_url else self._root
-        answer: dict[str, str] = msgspec.json.decode(await root.request("POST", "/detokenize", body))
+        answer: dict[str, str] = msgspec.json.decode(await self._root.request("POST", "/detokenize", body))
         return answer["prompt"]
 
     async def try_detokenize(self, body: dict[str, Any]) -> str | None:
@@ -394,13 +392,6 @@ class _Completions:
         return await self._client.generate(self._path, {**request, **(extra_body or {})})
 
 
-class _Chat:
-    """The `chat` in `client.chat.completions.create`."""
-
-    def __init__(self, client: InferenceClient) -> None:
-        self.completions = _Completions(client, "/chat/completions")
-
-
 class _HttpxPool:
     """The `HttpPool` interface over `httpx`, for servers behind a proxy."""
 
@@ -439,9 +430,7 @@ def build_clients(config: ClientConfig, *, seq_len: int | None = None) -> list[I
 
     Conversations are limited to `seq_len` tokens.
     """
-    headers = dict(config.headers)
-    if key := os.environ.get(config.api_key_var):
-        headers.setdefault("authorization", f"Bearer {key}")
+    headers = config.read_headers()
     return [
         InferenceClient(
             url,
