@@ -117,6 +117,11 @@ class HttpServer:
         status, text = await self._send(method, path, body, timeout_s or self._control_timeout)
         return None if status in NO_ROUTE else _accepted(path, (status, text))
 
+    async def read_reported(self, route: str) -> str | None:
+        """The weight version that the server reports at `route`."""
+        reported = (await self.request("GET", route) or {}).get("weight_version")
+        return None if reported is None else str(reported)
+
     @property
     def _control_timeout(self) -> float:
         return min(CONTROL_TIMEOUT_S, self.timeout)
@@ -175,12 +180,34 @@ class SGLangEngine(HttpServer):
     ) -> dict[str, Any]:
         """Load the directory, as `version` or else N of `step_N`; `{"success": True, "version": ...}`. Raises
         `EngineError`."""
-        return await _update_sglang(self, checkpoint_path, version)
+        path, step = _resolve_checkpoint(checkpoint_path)
+        version = version or step
+        route = await self._find_version_route()
+        # Retracted requests are recomputed, so that their KV cache comes from the new weights.
+        paused = await self.request("POST", "/pause_generation", {"mode": "retract"}) is not None
+        with _report_pause_state(paused):
+            # Servers without versions reject unknown fields.
+            stamp = {"weight_version": version} if route and version else {}
+            answer = await self.load("/update_weights_from_disk", {"model_path": path, **stamp})
+            if not _succeeded(answer):
+                raise EngineError(FailureKind.REFUSED, f"/update_weights_from_disk: {_error_message(answer)}")
+            reported = await self.read_reported(route) if route else None
+            _compare_versions(version if stamp else None, reported)
+        if paused:
+            await self.post("/continue_generation", {})
+        return {**answer, "version": reported}
 
     async def read_version(self) -> str | None:
         """The reported weight version; None for servers before 0.5.2. Raises `EngineError`."""
-        route = await _sglang_version_route(self)
-        return await _read_version(self, route) if route else None
+        route = await self._find_version_route()
+        return await self.read_reported(route) if route else None
+
+    async def _find_version_route(self) -> str | None:
+        """The route with the server's `weight_version`; it exists since 0.5.2 and moved in 0.5.15."""
+        for route in ("/model_info", "/get_weight_version"):
+            if "weight_version" in (await self.request("GET", route) or {}):
+                return route
+        return None
 
 
 class VLLMEngine(HttpServer):
@@ -188,7 +215,40 @@ class VLLMEngine(HttpServer):
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         """Load the directory; `{"success": True, "version": ...}`. Raises `EngineError`."""
-        return await _update_vllm(self, checkpoint_path)
+        path, version = _resolve_checkpoint(checkpoint_path)
+        versioned = await self.request("GET", "/weight_info") is not None
+        # Wait for running requests: frozen ones keep prefix cache blocks, which then could not be reset.
+        paused = await self.request("POST", "/pause?mode=wait", timeout_s=self.timeout) is not None
+        with _report_pause_state(paused):
+            # Must be `weights_path`: otherwise vLLM reloads its initial weights.
+            body: dict[str, Any] = {
+                "method": "reload_weights",
+                "args": [],
+                "kwargs": {"weights_path": path},
+                "timeout": None,
+            }
+            answer = await self._reload(body)
+            await self.post("/reset_prefix_cache")
+            reported = None
+            if versioned and version:
+                await self.post("/update_weight_version", {"new_version": version})
+                reported = await self.read_reported("/weight_info")
+                _compare_versions(version, reported)
+        if paused:
+            await self.post("/resume")
+        return {**answer, "success": True, "version": reported}
+
+    async def _reload(self, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            answer = await self.load("/collective_rpc", body)
+        except EngineError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                message = f"{error.message}; start vLLM with VLLM_SERVER_DEV_MODE=1"
+                raise EngineError(error.kind, message, error.status) from error
+            raise
+        if answer.get("success") is False:
+            raise EngineError(FailureKind.REFUSED, f"/collective_rpc: {_error_message(answer)}")
+        return answer
 
 
 async def update_sglang_weights_from_disk(
@@ -199,7 +259,7 @@ async def update_sglang_weights_from_disk(
     Running requests are retracted and recomputed. The version is N of `step_N`; None for servers before 0.5.2, which
     have no version. Raises `EngineError`, after which the server stays paused.
     """
-    return await _update_sglang(HttpServer(base_url, timeout), checkpoint_path)
+    return await SGLangEngine(base_url, timeout).update_weights_from_checkpoint(checkpoint_path)
 
 
 async def update_vllm_weights_from_disk(
@@ -211,7 +271,7 @@ async def update_vllm_weights_from_disk(
     and compared; for older ones the returned `version` is None. Raises `EngineError`, after which the server stays
     paused.
     """
-    return await _update_vllm(HttpServer(base_url, timeout), checkpoint_path)
+    return await VLLMEngine(base_url, timeout).update_weights_from_checkpoint(checkpoint_path)
 
 
 async def sync_weights_to_engines(
@@ -262,77 +322,6 @@ async def sync_weights_to_engines(
             is_repeatable=all(i in errors and errors[i].is_repeatable for i in failed),
         )
     return answers
-
-
-async def _update_sglang(server: HttpServer, checkpoint_path: str, version: str | None = None) -> dict[str, Any]:
-    path, step = _resolve_checkpoint(checkpoint_path)
-    version = version or step
-    route = await _sglang_version_route(server)
-    # Retracted requests are recomputed, so that their KV cache comes from the new weights.
-    paused = await server.request("POST", "/pause_generation", {"mode": "retract"}) is not None
-    with _report_pause_state(paused):
-        # Servers without versions reject unknown fields.
-        stamp = {"weight_version": version} if route and version else {}
-        answer = await server.load("/update_weights_from_disk", {"model_path": path, **stamp})
-        if not _succeeded(answer):
-            raise EngineError(FailureKind.REFUSED, f"/update_weights_from_disk: {_error_message(answer)}")
-        reported = await _read_version(server, route) if route else None
-        _compare_versions(version if stamp else None, reported)
-    if paused:
-        await server.post("/continue_generation", {})
-    return {**answer, "version": reported}
-
-
-async def _sglang_version_route(server: HttpServer) -> str | None:
-    """The route with the server's `weight_version`; it exists since 0.5.2 and moved in 0.5.15."""
-    for route in ("/model_info", "/get_weight_version"):
-        if "weight_version" in (await server.request("GET", route) or {}):
-            return route
-    return None
-
-
-async def _update_vllm(server: HttpServer, checkpoint_path: str) -> dict[str, Any]:
-    path, version = _resolve_checkpoint(checkpoint_path)
-    versioned = await server.request("GET", "/weight_info") is not None
-    # Wait for running requests: frozen ones keep prefix cache blocks, which then could not be reset.
-    paused = await server.request("POST", "/pause?mode=wait", timeout_s=server.timeout) is not None
-    with _report_pause_state(paused):
-        # Must be `weights_path`: otherwise vLLM reloads its initial weights.
-        body: dict[str, Any] = {
-            "method": "reload_weights",
-            "args": [],
-            "kwargs": {"weights_path": path},
-            "timeout": None,
-        }
-        answer = await _reload_vllm(server, body)
-        await server.post("/reset_prefix_cache")
-        reported = None
-        if versioned and version:
-            await server.post("/update_weight_version", {"new_version": version})
-            reported = await _read_version(server, "/weight_info")
-            _compare_versions(version, reported)
-    if paused:
-        await server.post("/resume")
-    return {**answer, "success": True, "version": reported}
-
-
-async def _read_version(server: HttpServer, route: str) -> str | None:
-    """The weight version reported by the server."""
-    reported = (await server.request("GET", route) or {}).get("weight_version")
-    return None if reported is None else str(reported)
-
-
-async def _reload_vllm(server: HttpServer, body: dict[str, Any]) -> dict[str, Any]:
-    try:
-        answer = await server.load("/collective_rpc", body)
-    except EngineError as error:
-        if error.status == HTTPStatus.NOT_FOUND:
-            message = f"{error.message}; start vLLM with VLLM_SERVER_DEV_MODE=1"
-            raise EngineError(error.kind, message, error.status) from error
-        raise
-    if answer.get("success") is False:
-        raise EngineError(FailureKind.REFUSED, f"/collective_rpc: {_error_message(answer)}")
-    return answer
 
 
 @contextlib.contextmanager
