@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from prime_rl.inference.embedded import model_runner  # noqa: E402
 from prime_rl.inference.embedded.engine import EmbeddedEngine  # noqa: E402
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams  # noqa: E402
-from prime_rl.runtime.tokenizer import load_tokenizer, render_chat, resolve_model_dir  # noqa: E402
+from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir  # noqa: E402
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention  # noqa: E402
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names  # noqa: E402
 from prime_rl.trainer.models.decoder_config import DecoderConfig  # noqa: E402
@@ -43,6 +43,7 @@ from prime_rl.trainer.models.registry import load_decoder  # noqa: E402
 from rollouts.kernels.cpu import arithmetic_dtype  # noqa: E402
 from rollouts.kernels.linear import linear  # noqa: E402
 from rollouts.kernels.log_softmax import log_softmax  # noqa: E402
+from rollouts.training.datasets.chat import render_chat  # noqa: E402
 from rollouts.training.numerics import MIN_TOKENS  # noqa: E402
 from rollouts.training.rl_losses import compute_logprobs  # noqa: E402
 from rollouts.training.sampling_support import decode_supports  # noqa: E402

@@ -22,7 +22,8 @@ from results import ROOT, Row, describe_machine, finish
 
 sys.path.insert(0, str(ROOT / "src"))
 from prime_rl.trainer.backend import Backend, build_backend
-from prime_rl.trainer.config import LossConfig, TrainConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.rl.config import LossConfig
 from prime_rl.trainer.rl.loss import build_loss
 from rollouts.training.batching import MicroBatch, pack_samples
 from rollouts.training.types import Sample

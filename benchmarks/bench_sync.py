@@ -43,8 +43,9 @@ from prime_rl.trainer.models.registry import load_decoder, read_tensors
 from prime_rl.transport.broadcast import WeightSender, receive_weights
 from prime_rl.transport.canary import build_canary
 from prime_rl.transport.deltas import DELTA_FILE, DeltaPublisher
-from prime_rl.transport.weights import WEIGHTS_FILE, publish_weights, read_manifest, verify_tensors
+from prime_rl.transport.weights import WEIGHTS_FILE, publish_weights, verify_tensors
 from rollouts.training.batching import pack_samples
+from rollouts.training.manifests import read_manifest
 from rollouts.training.rl_losses import nll_loss
 from rollouts.training.steps import step_path
 from rollouts.training.types import Sample

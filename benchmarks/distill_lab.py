@@ -298,7 +298,7 @@ class Recipe:
     teacher_temperature: float = 1.0
     lr: float = 1e-3
     equal: int = 0  # first steps, in which the student's tau is the teacher's
-    anneal: tuple[int, int, float] | None = None  # after, steps, margin: see `prime_rl.trainer.config.AnnealConfig`
+    anneal: tuple[int, int, float] | None = None  # after, steps, margin: see `prime_rl.trainer.rl.config.AnnealConfig`
     marks: Sequence[int] = ()
 
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from nanochat.env_file import ENV_FILE, read_env_file
-from prime_rl.configuration.errors import COMMAND_LINE
-from prime_rl.utils.pydantic_config import BaseConfig, ConfigError, parse_argv
+from prime_rl.configuration.errors import COMMAND_LINE, ConfigError
+from prime_rl.utils.pydantic_config import BaseConfig, parse_argv
 from rollouts.training.environments import find_parameters
 from rollouts.training.objectives import PRESETS, AdvantageChoice, Objective
 

@@ -15,7 +15,8 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import TrainEnvConfig
 from prime_rl.runtime.http_access import LOOPBACK
 from prime_rl.runtime.machine import check_port_free
-from prime_rl.trainer.config import LoraConfig, TrainConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.model_config import LoraConfig
 from rollouts.training.objectives import PRESETS, AdvantageChoice, Objective
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "prometheus")

@@ -14,8 +14,7 @@ from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig, prefers_vllm
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.config import CONTEXT_SOURCES, TeacherConfig
-from prime_rl.trainer.config import DistillConfig, LossConfig
-from prime_rl.trainer.rl.config import fill_distill
+from prime_rl.trainer.rl.config import DistillConfig, LossConfig, fill_distill
 from prime_rl.utils.pydantic_config import merge_tables
 
 TEACHER = "orchestrator.teacher_model"

@@ -14,7 +14,7 @@ import pytest
 from cli_runner import Command, Runner, digests, metric_rows, runner, until
 
 from prime_rl.runtime.machine import find_free_port
-from prime_rl.trainer.config import FakeDataConfig
+from prime_rl.trainer.rl.config import FakeDataConfig
 from prime_rl.trainer.rl.data import FakeBatches
 from prime_rl.transport.batches import FilesystemBatchSender
 from rollouts.training.steps import complete_steps, publish_dir, step_path

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.monitor import wandb_monitor
-from prime_rl.trainer.config import FakeDataConfig, TrainConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.rl.config import FakeDataConfig
 from prime_rl.trainer.rl.data import FakeBatches
 from prime_rl.transport.batches import FilesystemBatchSender
 from prime_rl.utils.pydantic_config import parse_argv, write_config

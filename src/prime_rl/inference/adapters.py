@@ -8,17 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.inference.engine import AdapterSpec
-from prime_rl.transport.weights import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_WEIGHTS_FILE,
-    GENERATION_FILE,
-    MANIFEST_FILE,
-    check_adapter_config,
-    read_eos_ids,
-    read_manifest,
-    verify_tensors,
-)
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, check_adapter_config, verify_tensors
 from rollouts.training.json_files import read_json_file
+from rollouts.training.manifests import MANIFEST_FILE, read_manifest
+from rollouts.training.model_config import GENERATION_FILE, read_eos_ids
 from rollouts.training.steps import is_complete, parse_step
 
 if TYPE_CHECKING:

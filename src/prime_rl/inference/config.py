@@ -18,18 +18,6 @@ from prime_rl.configuration.sections import (
 )
 from prime_rl.utils.pydantic_config import BaseConfig
 
-__all__ = [
-    "CacheConfig",
-    "InferenceConfig",
-    "ModelConfig",
-    "ParallelConfig",
-    "Quantization",
-    "SGLangConfig",
-    "SamplingConfig",
-    "ServerConfig",
-]
-
-
 Quantization = Literal["int8"]
 
 

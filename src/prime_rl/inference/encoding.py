@@ -10,7 +10,7 @@ from typing import Any
 
 from prime_rl.inference.detokenizer import accumulate_offsets, build_decode, byte_alphabet
 from prime_rl.inference.request_parsing import prompt_too_long
-from prime_rl.runtime.tokenizer import RenderedChat
+from rollouts.training.datasets.chat import RenderedChat
 from rollouts.training.datasets.chat_template import inspect_template
 
 CACHED_TOKENS = 2**22

@@ -29,10 +29,10 @@ from prime_rl.inference.responses import Writer
 from prime_rl.inference.tool_parser import MessageParser
 from prime_rl.inference.weight_receiver import NO_TRAINER
 from prime_rl.runtime.hang_watchdog import WaitStatus
-from prime_rl.runtime.tokenizer import load_tokenizer, render_pieces, resolve_model_dir
+from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, ReceivedWeights
 from prime_rl.utils.monitor import Monitor, build_monitor
-from rollouts.training.datasets.chat import NO_TEMPLATE
+from rollouts.training.datasets.chat import NO_TEMPLATE, render_pieces
 
 T = TypeVar("T")
 

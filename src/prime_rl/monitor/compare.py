@@ -11,7 +11,7 @@ from typing import Any
 from prime_rl.configuration.render import render_value
 from prime_rl.monitor.local_runs import LocalRun, parse_toml
 from prime_rl.monitor.series import read_series
-from prime_rl.transport.weights import read_manifest
+from rollouts.training.manifests import read_manifest
 from rollouts.training.steps import complete_steps, step_path
 
 MEASURED = (

@@ -16,7 +16,7 @@ from prime_rl.monitor.series import read_series
 from prime_rl.runtime.process import ChildFailed, Supervisor
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from prime_rl.transport.batches import BATCH_FILE
-from prime_rl.transport.weights import TensorEntry, read_manifest
+from rollouts.training.manifests import TensorEntry, read_manifest
 from rollouts.training.steps import complete_steps, is_complete, step_path
 
 COMPARED = ("loss/mean", "optim/grad_norm", "entropy/mean")

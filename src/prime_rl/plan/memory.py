@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prime_rl.plan.config import GiB, PlanConfig
 from prime_rl.plan.shapes import ModelShape
-from prime_rl.trainer.config import ParallelDims
+from prime_rl.trainer.parallel_config import ParallelDims
 
 RUNTIME = 1.5 * GiB
 """CUDA context, libraries, communication buffers, fragmentation."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prime_rl.plan.config import Gpu, PlanConfig
 from prime_rl.plan.memory import cache_tokens, count_critic, count_lora, count_models, count_policy
 from prime_rl.plan.shapes import ModelShape
-from prime_rl.trainer.config import ParallelDims
+from prime_rl.trainer.parallel_config import ParallelDims
 
 LAUNCH_S = 6e-6 * 4
 """Launch overhead of one layer in a decode step, independent of the batch size."""

@@ -9,7 +9,7 @@ from prime_rl.plan.config import PlanConfig
 from prime_rl.plan.memory import MemoryBreakdown, trainer_memory
 from prime_rl.plan.shapes import ModelShape
 from prime_rl.plan.speed import Generation, Training, generate, train, weight_update_s
-from prime_rl.trainer.config import ParallelDims
+from prime_rl.trainer.parallel_config import ParallelDims
 
 
 @dataclass(frozen=True)

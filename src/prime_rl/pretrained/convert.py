@@ -12,15 +12,9 @@ from typing import NoReturn
 from prime_rl.configuration.arguments import CommandParser
 from prime_rl.pretrained.cache import build_once
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
-from prime_rl.transport.weights import (
-    GENERATION_FILE,
-    WEIGHTS_FILE,
-    adapt_config,
-    is_adapter,
-    read_eos_ids,
-    read_model_files,
-)
+from prime_rl.transport.weights import WEIGHTS_FILE, adapt_config, is_adapter, read_model_files
 from rollouts.training.json_files import read_json_file
+from rollouts.training.model_config import GENERATION_FILE, read_eos_ids
 from rollouts.training.tensor_files import save_tensors
 
 

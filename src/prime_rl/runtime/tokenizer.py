@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from prime_rl.pretrained.cache import models_cache_dir, resolve_gguf
 from prime_rl.pretrained.fetch import HUB_FILES, KNOWN_MODELS, fetch_model
 from prime_rl.runtime.run_dir import RunDir
-from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
 from rollouts.training.datasets.rows import describe_hub_error
 from rollouts.training.json_files import read_json_file
 from rollouts.training.model_config import GENERATION_FILE, read_eos_ids
@@ -20,15 +19,6 @@ from rollouts.training.steps import latest_step, step_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "ASSETS_DIR",
-    "RenderedChat",
-    "fingerprint_model",
-    "load_tokenizer",
-    "render_chat",
-    "render_pieces",
-    "resolve_model_dir",
-]
 
 TORCH_WEIGHTS = "pytorch_model*.bin"
 """Weights in torch's format, which are read, and downloaded, only if there are no safetensors."""

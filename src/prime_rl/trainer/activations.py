@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from prime_rl.trainer.config import ActivationConfig, ActivationOffloadConfig
+from prime_rl.trainer.model_config import ActivationConfig, ActivationOffloadConfig
 
 PRODUCTS = (
     "aten::mm",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from prime_rl.runtime.machine import keep_freed_memory
 from prime_rl.trainer.activations import recompute_layers
 from prime_rl.trainer.concurrent_micros import ConcurrentMicros, build_concurrent_micros
-from prime_rl.trainer.config import ModelConfig, MuonConfig, SFTConfig, TrainConfig
+from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.ema import WeightAverage
 from prime_rl.trainer.forward import (
     ForwardInputs,
@@ -39,11 +39,13 @@ from prime_rl.trainer.model import (
     load_model,
     resolve_placement,
 )
+from prime_rl.trainer.model_config import ModelConfig
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.moe import Experts, compute_imbalance, pop_expert_load, record_expert_load
 from prime_rl.trainer.models.placement import limit_threads
 from prime_rl.trainer.models.value import VALUE, ValueModel, add_critic, without_critic
 from prime_rl.trainer.optim import MasterWeights, build_optimizer, build_schedule
+from prime_rl.trainer.optim_config import MuonConfig
 from prime_rl.trainer.parallel.gradients import Gradients
 from prime_rl.trainer.parallel.pipeline_parallel import Pipeline, PipelineLM, check_trained
 from prime_rl.trainer.parallel.splitting import split_model

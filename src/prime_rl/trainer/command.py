@@ -18,7 +18,8 @@ from prime_rl.runtime.run_state import StateRecorder
 from rollouts.training.steps import complete_steps
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.config import ParallelDims, SFTConfig, TrainConfig, TrainerConfig
+    from prime_rl.trainer.config import SFTConfig, TrainConfig, TrainerConfig
+    from prime_rl.trainer.parallel_config import ParallelDims
 
 
 def run_trainer(

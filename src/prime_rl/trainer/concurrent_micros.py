@@ -18,8 +18,8 @@ from torch import Tensor
 
 from prime_rl.runtime.core_lease import MIN_PARAMETERS
 from prime_rl.runtime.machine import num_cores
-from prime_rl.trainer.config import ModelConfig
 from prime_rl.trainer.model import DeviceConfig
+from prime_rl.trainer.model_config import ModelConfig
 from prime_rl.trainer.models.causal_lm import CausalLM
 from rollouts.training.batching import MicroBatch
 from rollouts.training.rl_losses import LossInputs

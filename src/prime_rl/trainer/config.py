@@ -19,13 +19,7 @@ from prime_rl.configuration.sections import (
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.deployment.config import Deployment, LocalDeployment
 from prime_rl.runtime.run_dir import CKPT_PARTS
-from prime_rl.trainer.model_config import (
-    ActivationConfig,
-    ActivationOffloadConfig,
-    CompileConfig,
-    LoraConfig,
-    ModelConfig,
-)
+from prime_rl.trainer.model_config import ModelConfig
 from prime_rl.trainer.optim_config import (
     LORA_LR_FACTOR,
     MIN_LORA_LR,
@@ -33,73 +27,15 @@ from prime_rl.trainer.optim_config import (
     SFT_LR,
     AdamConfig,
     ConstantSchedulerConfig,
-    CosineSchedulerConfig,
-    LinearSchedulerConfig,
-    MuonConfig,
     OptimConfig,
     SchedulerConfig,
-    SGDConfig,
     decays,
 )
 from prime_rl.trainer.parallel_config import ParallelDims
-from prime_rl.trainer.rl.config import (
-    BOUND_OPTIONS,
-    ENV_LOSS_KEYS,
-    AnnealConfig,
-    CriticConfig,
-    DataConfig,
-    DistillConfig,
-    EntropyControlConfig,
-    FakeDataConfig,
-    LossConfig,
-    RLModelConfig,
-)
-from prime_rl.trainer.sft.config import (
-    FakeSFTDataConfig,
-    LossMaskConfig,
-    SFTDataConfig,
-    SFTModelConfig,
-    SFTValConfig,
-    TokenizerConfig,
-)
-from prime_rl.utils.pydantic_config import BaseConfig, find_source_key, note, note_source
+from prime_rl.trainer.rl.config import ENV_LOSS_KEYS, CriticConfig, DataConfig, LossConfig, RLModelConfig
+from prime_rl.trainer.sft.config import FakeSFTDataConfig, SFTDataConfig, SFTModelConfig, SFTValConfig, TokenizerConfig
+from prime_rl.utils.pydantic_config import find_source_key, note, note_source
 from rollouts.training.objectives import PRESETS
-
-__all__ = [
-    "BOUND_OPTIONS",
-    "ActivationConfig",
-    "ActivationOffloadConfig",
-    "AdamConfig",
-    "AnnealConfig",
-    "CkptConfig",
-    "CompileConfig",
-    "ConstantSchedulerConfig",
-    "CosineSchedulerConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DistillConfig",
-    "EntropyControlConfig",
-    "FakeDataConfig",
-    "FakeSFTDataConfig",
-    "LinearSchedulerConfig",
-    "LoraConfig",
-    "LossConfig",
-    "LossMaskConfig",
-    "ModelConfig",
-    "MuonConfig",
-    "OptimConfig",
-    "ParallelDims",
-    "RLModelConfig",
-    "SFTConfig",
-    "SFTDataConfig",
-    "SFTModelConfig",
-    "SFTValConfig",
-    "SGDConfig",
-    "SchedulerConfig",
-    "TokenizerConfig",
-    "TrainConfig",
-    "TrainerConfig",
-]
 
 MAX_TRACED_STEPS = 10
 SKIPS = ("skip_optimizer", "skip_scheduler", "skip_dataloader", "skip_progress")

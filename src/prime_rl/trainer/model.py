@@ -9,13 +9,14 @@ import torch
 
 from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.tokenizer import ASSETS_DIR, resolve_model_dir
-from prime_rl.trainer.config import LoraConfig, ModelConfig, SFTModelConfig
 from prime_rl.trainer.lora import LoraSpec, add_lora
+from prime_rl.trainer.model_config import LoraConfig, ModelConfig
 from prime_rl.trainer.models.attention import has_flash
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import AttentionMode, choose_impl
 from prime_rl.trainer.models.placement import find_device, find_dtype
 from prime_rl.trainer.models.registry import load_causal_lm
+from prime_rl.trainer.sft.config import SFTModelConfig
 from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.kernels.linear import Linear
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prime_rl.trainer.config import (
+from prime_rl.trainer.models.value import without_critic
+from prime_rl.trainer.optim_config import (
     AdamConfig,
     ConstantSchedulerConfig,
     LinearSchedulerConfig,
@@ -18,7 +19,6 @@ from prime_rl.trainer.config import (
     OptimConfig,
     SchedulerConfig,
 )
-from prime_rl.trainer.models.value import without_critic
 from rollouts.training.backends.muon import Muon
 
 Schedule = Callable[[int], float]

@@ -18,17 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from prime_rl.runtime.machine import check_interfaces
-from prime_rl.trainer.config import ParallelDims
+from prime_rl.trainer.parallel_config import ParallelDims
 from rollouts.training.backends.ranks import Ranks
-
-__all__ = [
-    "Mesh",
-    "MeshAxisGroup",
-    "ParallelDims",
-    "build_mesh",
-    "destroy_process_group",
-    "init_process_group",
-]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from prime_rl.configuration.sections import TrackersConfig
-from prime_rl.trainer.config import FakeDataConfig, FakeSFTDataConfig, SFTConfig, TrainConfig
+from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.model import resolve_placement
+from prime_rl.trainer.rl.config import FakeDataConfig
+from prime_rl.trainer.sft.config import FakeSFTDataConfig
 from rollouts.training.metrics import METRICS_FILE, load_jsonl
 
 BENCH_STEPS = 5

@@ -21,14 +21,9 @@ from safetensors.torch import load_file
 
 from prime_rl.trainer.lora import load_adapter
 from prime_rl.training_api.adapters import AdapterConfig, TrainedAdapter
-from prime_rl.transport.weights import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_WEIGHTS_FILE,
-    PEFT_PREFIX,
-    build_manifest,
-    write_manifest,
-)
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PEFT_PREFIX
 from rollouts.training.json_files import read_json_file
+from rollouts.training.manifests import build_manifest, write_manifest
 from rollouts.training.steps import publish_dir
 from rollouts.training.tensor_files import save_tensors
 

@@ -28,7 +28,8 @@ from loguru import logger
 from prime_rl.runtime.framing import receive_frame, send_frame
 from prime_rl.runtime.machine import find_listen_address
 from prime_rl.transport.canary import Canary, write_canary
-from prime_rl.transport.weights import Manifest, build_manifest, find_dtype, verify_tensors, write_manifest
+from prime_rl.transport.weights import verify_tensors
+from rollouts.training.manifests import Manifest, build_manifest, find_dtype, write_manifest
 from rollouts.training.steps import publish_step
 
 if TYPE_CHECKING:

@@ -17,14 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from prime_rl.transport.canary import Canary, write_canary
-from prime_rl.transport.weights import (
-    Manifest,
-    build_manifest,
-    find_dtype,
-    read_manifest,
-    verify_tensors,
-    write_manifest,
-)
+from prime_rl.transport.weights import verify_tensors
+from rollouts.training.manifests import Manifest, build_manifest, find_dtype, read_manifest, write_manifest
 from rollouts.training.steps import is_complete, parse_step, publish_step, step_path
 
 if TYPE_CHECKING:

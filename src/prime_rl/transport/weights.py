@@ -12,51 +12,21 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.transport.canary import Canary, write_canary
 from rollouts.training.json_files import read_json_file
 from rollouts.training.manifests import (
-    MANIFEST_FILE,
     Manifest,
     TensorEntry,
     build_manifest,
     describe_tensors,
-    digest_tensor,
-    find_dtype,
     read_index,
     read_manifest,
     write_manifest,
 )
-from rollouts.training.model_config import GENERATION_FILE, read_eos_ids
+from rollouts.training.model_config import GENERATION_FILE
 from rollouts.training.steps import is_due, prune_steps, publish_step
 from rollouts.training.tensor_files import save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "ADAPTER_CONFIG_FILE",
-    "ADAPTER_WEIGHTS_FILE",
-    "FURTHER_TEMPLATES",
-    "GENERATION_FILE",
-    "MANIFEST_FILE",
-    "PEFT_PREFIX",
-    "TEMPLATE_FILE",
-    "WEIGHTS_FILE",
-    "Manifest",
-    "TensorEntry",
-    "adapt_config",
-    "build_manifest",
-    "check_adapter_config",
-    "check_directory",
-    "describe_tensors",
-    "digest_tensor",
-    "find_dtype",
-    "is_adapter",
-    "prune_weights",
-    "publish_weights",
-    "read_eos_ids",
-    "read_index",
-    "read_manifest",
-    "verify_tensors",
-    "write_manifest",
-]
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"

@@ -10,24 +10,11 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 
-from prime_rl.configuration.errors import COMMAND_LINE, ConfigError, join_errors, translate
+from prime_rl.configuration.errors import COMMAND_LINE, join_errors, translate
 from prime_rl.configuration.merge import ConfigBuilder
 from prime_rl.configuration.schema import KeyPath, default_of, field_schema, variant
 from prime_rl.configuration.sources import apply_options, read_arguments, read_environment, read_file
 from rollouts.training.files import replace_file
-
-__all__ = [
-    "BaseConfig",
-    "ConfigError",
-    "find_source_key",
-    "merge_tables",
-    "note",
-    "note_source",
-    "parse_argv",
-    "parse_settings",
-    "write_config",
-    "write_record",
-]
 
 Config = TypeVar("Config", bound="BaseConfig")
 Provenance = dict[str, str]

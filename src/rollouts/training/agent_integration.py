@@ -13,17 +13,6 @@ from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.sft import Conversation, DroppedTextError, is_empty_turn, render_conversation
 from rollouts.training.types import UNFILTERED, Message, Sample, Status
 
-__all__ = [
-    "Rollout",
-    "Turn",
-    "agent_rollout_to_sample",
-    "completion_text",
-    "describe_completion",
-    "generate_rollout_batch",
-    "rollout_to_samples",
-    "trajectory_to_sample",
-]
-
 
 class Rollout(msgspec.Struct, kw_only=True):
     """One finished attempt at a prompt, scored unless it failed. `turns` is empty if the server returned no tokens."""

@@ -8,7 +8,7 @@ import pytest
 from scripts.prime_rl_config import PrimeRLTrainConfig, Resolved, normalize_argv, parse_arguments
 from scripts.prime_rl_train import learning_rate_factor
 
-from prime_rl.utils.pydantic_config import ConfigError
+from prime_rl.configuration.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTED = {

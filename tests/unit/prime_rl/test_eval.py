@@ -17,6 +17,7 @@ import anyio
 import pytest
 from loguru import logger
 
+from prime_rl.configuration.errors import ConfigError
 from prime_rl.configuration.sections import GenerationEnvConfig, SamplingConfig
 from prime_rl.eval import envs
 from prime_rl.eval.config import EvalConfig
@@ -30,8 +31,9 @@ from prime_rl.runtime.machine import find_free_port
 from prime_rl.runtime.run_dir import lock_file
 from prime_rl.runtime.run_state import read_run_state
 from prime_rl.utils.monitor import build_monitor
-from prime_rl.utils.pydantic_config import ConfigError, parse_argv
-from rollouts.training.agent_integration import Rollout, Turn
+from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.agents import Turn
+from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import digest_code
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import publish_step

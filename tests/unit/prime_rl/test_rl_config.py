@@ -14,10 +14,11 @@ import pytest
 
 from prime_rl.config import RLConfig
 from prime_rl.config_sharing import SHARED_KEYS, TRACKERS
+from prime_rl.configuration.errors import ConfigError
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.utils.pydantic_config import ConfigError, parse_argv, parse_settings, write_config, write_record
+from prime_rl.utils.pydantic_config import parse_argv, parse_settings, write_config, write_record
 from rollouts.training.objectives import PRESETS
 
 ROOT = Path(__file__).parents[3]

@@ -16,6 +16,7 @@ import pytest
 from prime_rl import rl
 from prime_rl.config import RLConfig, teacher_follows_policy
 from prime_rl.config_teacher import check_contexts, check_tokenizer, describe_taus
+from prime_rl.configuration.errors import ConfigError
 from prime_rl.launcher import gpus
 from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.config import OrchestratorConfig
@@ -25,7 +26,7 @@ from prime_rl.orchestrator.distillation.teacher import build_teacher
 from prime_rl.runtime.machine import find_free_port
 from prime_rl.runtime.tokenizer import ASSETS_DIR, load_tokenizer
 from prime_rl.trainer.rl.loss import build_objective
-from prime_rl.utils.pydantic_config import ConfigError, parse_argv, write_config
+from prime_rl.utils.pydantic_config import parse_argv, write_config
 
 CONTEXT = ("--orchestrator.teacher_model.context", "Think first.\n")
 LORA = ("--trainer.model.lora.rank", "16", "--inference.backend", "embedded")

@@ -82,7 +82,7 @@ def check_layers(modules: dict[str, Module]) -> list[str]:
                     "move what both need to a lower layer, or pass it in as an argument"
                 )
             elif _starts_processes(here) and there.layer_name in ("applications", "evaluation"):
-                if name.rpartition(".")[2] == "config":
+                if name.rpartition(".")[2].endswith("config"):
                     continue
                 errors.append(f"{module.name}:{line} imports {name}: launchers import only an application's config")
     return errors

@@ -21,9 +21,10 @@ from virtual_time import run
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import GenerationRequest, SamplingParams
 from prime_rl.trainer.backend import build_backend
-from prime_rl.trainer.config import LossConfig, TrainConfig
+from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.rl.config import LossConfig
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.transport import digests

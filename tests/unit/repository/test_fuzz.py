@@ -22,8 +22,9 @@ from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.transport.batches import decode_batch, encode_batch
 from prime_rl.transport.canary import read_canary
-from prime_rl.transport.weights import check_directory, read_manifest
+from prime_rl.transport.weights import check_directory
 from prime_rl.utils.pydantic_config import BaseConfig, parse_argv
+from rollouts.training.manifests import read_manifest
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import find_damage
 from rollouts.training.types import Sample

@@ -45,13 +45,14 @@ from prime_rl.trainer.models.registry import load_hf_config
 from prime_rl.transport.batches import decode_batch, read_batch
 from prime_rl.transport.broadcast import read_broadcast
 from prime_rl.transport.canary import read_canary
-from prime_rl.transport.weights import check_directory, read_manifest
+from prime_rl.transport.weights import check_directory
 from prime_rl.utils.pydantic_config import parse_argv, write_config
 from rollouts.training.backends.checkpoint import read_tensors
 from rollouts.training.datasets.data_buffer import create_buffer_from_jsonl
 from rollouts.training.datasets.rows import load_rows
 from rollouts.training.datasets.sample_files import load_samples_from_jsonl
 from rollouts.training.json_files import read_json_file
+from rollouts.training.manifests import read_manifest
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import find_damage
 

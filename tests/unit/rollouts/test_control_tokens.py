@@ -21,9 +21,10 @@ from small_tokenizers import (
     build_unmarked_chatml,
 )
 
-from prime_rl.runtime.tokenizer import load_tokenizer, render_chat
-from prime_rl.trainer.config import SFTDataConfig
+from prime_rl.runtime.tokenizer import load_tokenizer
+from prime_rl.trainer.sft.config import SFTDataConfig
 from prime_rl.trainer.sft.samples import TokenizationStats, tokenize_rows
+from rollouts.training.datasets.chat import render_chat
 from rollouts.training.datasets.control_tokens import find_control_tokens
 
 Build = Callable[[Path], Any]

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.utils.client import InferenceClient
 from prime_rl.utils.vf import build_sampling_args
-from rollouts.training.agent_integration import Rollout, Turn, rollout_to_samples
+from rollouts.agents import Turn
+from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import Environment, load_environment
 from rollouts.training.environments import resolve as finding
 from rollouts.training.types import Status

@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from prime_rl.trainer.backend import build_backend
-from prime_rl.trainer.config import MuonConfig, TrainConfig
+from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim_config import MuonConfig
 from prime_rl.trainer.rl.train import train
-from prime_rl.transport.weights import read_manifest
 from rollouts.training.backends.muon import MatrixMuon, is_matrix, orthogonalize
+from rollouts.training.manifests import read_manifest
 
 
 def run_steps(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], num: int = 4) -> None:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prime_rl.trainer.config import AnnealConfig, EntropyControlConfig, LossConfig, TrainConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.rl.config import AnnealConfig, EntropyControlConfig, LossConfig
 from prime_rl.trainer.rl.data import check_batch
 from prime_rl.trainer.rl.loss import build_loss, build_loss_schedule, build_objective
 from rollouts.training.batching import pack_samples

@@ -25,7 +25,8 @@ from prime_rl.trainer.models.placement import find_device, find_dtype, limit_thr
 from prime_rl.trainer.models.registry import find_base, load_causal_lm, load_eos_ids, read_files
 from prime_rl.transport.broadcast import Broadcast, ReceivedWeights, receive_weights
 from prime_rl.transport.deltas import is_delta, read_version
-from prime_rl.transport.weights import is_adapter, read_manifest, verify_tensors
+from prime_rl.transport.weights import is_adapter, verify_tensors
+from rollouts.training.manifests import read_manifest
 from rollouts.training.steps import is_complete
 from rollouts.training.tensor_files import MappedTensors
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.patches import repack, unpack
-from prime_rl.transport.weights import PEFT_PREFIX, digest_tensor, read_index
+from prime_rl.transport.weights import PEFT_PREFIX
+from rollouts.training.manifests import digest_tensor, read_index
 
 TensorGetter = Callable[[], Tensor]
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}

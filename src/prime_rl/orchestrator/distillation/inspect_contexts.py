@@ -10,8 +10,9 @@ from typing import Any
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.context import DEFAULT_SYSTEM_PROBES, ContextProvider, read_default_system
 from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome
-from prime_rl.runtime.tokenizer import load_tokenizer, render_chat
+from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.utils.vf import open_environments
+from rollouts.training.datasets.chat import render_chat
 
 GUTTER = " | "
 EXAMPLE = RolloutOutcome(0, "(a completion)", math.inf, "(its feedback)")

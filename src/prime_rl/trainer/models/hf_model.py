@@ -31,9 +31,10 @@ from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention,
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.rope_lengths import find_rope_limit, separate_sequences
-from prime_rl.transport.weights import is_adapter, read_index
+from prime_rl.transport.weights import is_adapter
 from rollouts.kernels.linear import Linear
 from rollouts.training.json_files import read_json_file
+from rollouts.training.manifests import read_index
 from rollouts.training.model_config import check_model_config
 
 PROBE_LENGTHS = (11, 6)

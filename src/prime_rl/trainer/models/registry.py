@@ -19,9 +19,11 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig, Impl, choose_i
 from prime_rl.trainer.models.gemma3 import Gemma3LM
 from prime_rl.trainer.models.hf_model import load_hf_model
 from prime_rl.trainer.models.nanochat import NanochatLM
-from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, GENERATION_FILE, is_adapter, read_eos_ids, read_index
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, is_adapter
 from rollouts.training.backends import checkpoint
 from rollouts.training.json_files import read_json_file
+from rollouts.training.manifests import read_index
+from rollouts.training.model_config import GENERATION_FILE, read_eos_ids
 from rollouts.training.tensor_files import MappedTensors
 
 WEIGHTS_FILE = "model.safetensors"

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from prime_rl.trainer.backend import Backend, WrappedLoss
-from prime_rl.trainer.config import CriticConfig
+from prime_rl.trainer.rl.config import CriticConfig
 from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats
 from rollouts.training.rl_losses.value import compute_gae, compute_value_losses, whiten
 

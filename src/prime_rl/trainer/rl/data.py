@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from prime_rl.runtime.run_dir import RunDir
-from prime_rl.trainer.config import FakeDataConfig, LossConfig, TrainConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.rl.config import FakeDataConfig, LossConfig
 from prime_rl.transport.factory import build_receiver
 from rollouts.training.types import Sample, Status, TeacherTable
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from prime_rl.trainer.config import BOUND_OPTIONS, AnnealConfig, EntropyControlConfig, LossConfig
+from prime_rl.trainer.rl.config import BOUND_OPTIONS, AnnealConfig, EntropyControlConfig, LossConfig
 from rollouts.training.objectives import PRESETS, DistillChoice, Estimator, Objective, choose_distillation
 from rollouts.training.rl_losses import PolicyLoss, TokenStats
 from rollouts.training.types import Sample

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from prime_rl.trainer.backend import Backend, Loss, WrappedLoss
-from prime_rl.trainer.config import CriticConfig
+from prime_rl.trainer.rl.config import CriticConfig
 from prime_rl.trainer.rl.critic import CriticLoss, Streams, compute_targets
 from rollouts.training.backends.step import StepReport
 from rollouts.training.batching import UNITS, MicroBatch, Share

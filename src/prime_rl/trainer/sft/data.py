@@ -15,7 +15,8 @@ import xxhash
 from loguru import logger
 
 from prime_rl.runtime.tokenizer import load_tokenizer
-from prime_rl.trainer.config import FakeSFTDataConfig, SFTConfig, SFTDataConfig, SFTValConfig
+from prime_rl.trainer.config import SFTConfig
+from prime_rl.trainer.sft.config import FakeSFTDataConfig, SFTDataConfig, SFTValConfig
 from prime_rl.trainer.sft.samples import TokenizedSamples, Tokenizer, check_data, tokenize_data
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.mixing import EpochOrder, StoppingStrategy, build_epoch_order

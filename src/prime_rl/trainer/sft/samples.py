@@ -16,7 +16,7 @@ import xxhash
 from loguru import logger
 
 from prime_rl.telemetry.progress import show_progress
-from prime_rl.trainer.config import SFTDataConfig
+from prime_rl.trainer.sft.config import SFTDataConfig
 from rollouts.training.datasets.chat import TemplateRenderer, encode_text
 from rollouts.training.datasets.rows import Row, iter_rows
 from rollouts.training.datasets.sft import (

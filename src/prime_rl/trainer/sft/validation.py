@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from prime_rl.runtime.run_dir import Attempts
-from prime_rl.trainer.config import SFTValConfig
+from prime_rl.trainer.sft.config import SFTValConfig
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.rl_losses import nll_loss
 from rollouts.training.steps import is_due

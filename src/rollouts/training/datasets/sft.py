@@ -18,36 +18,13 @@ from rollouts.training.datasets.chat import (
     has_more_than_content,
     read_text,
 )
-from rollouts.training.datasets.rows import Row, iter_rows, load_rows, read_list
+from rollouts.training.datasets.rows import Row, iter_rows, read_list
 from rollouts.training.datasets.sample_files import (
-    export_samples_to_huggingface_format,
-    export_samples_to_jsonl,
-    load_samples_from_jsonl,
+    export_samples_to_huggingface_format as export_samples_to_huggingface_format,
 )
+from rollouts.training.datasets.sample_files import export_samples_to_jsonl as export_samples_to_jsonl
+from rollouts.training.datasets.sample_files import load_samples_from_jsonl as load_samples_from_jsonl
 from rollouts.training.types import Message, Sample, Status
-
-__all__ = [
-    "ChatRenderer",
-    "Conversation",
-    "DroppedTextError",
-    "Row",
-    "as_messages",
-    "compute_loss_mask",
-    "export_samples_to_huggingface_format",
-    "export_samples_to_jsonl",
-    "find_trained_turns",
-    "find_turn_end",
-    "is_empty_turn",
-    "load_rows",
-    "load_samples_from_jsonl",
-    "load_sft_dataset",
-    "name_row",
-    "prepare_sft_sample",
-    "read_conversation",
-    "render_conversation",
-    "render_turns",
-    "tokenize_conversation",
-]
 
 ASSISTANT = "assistant"
 END_OF_REASONING = "</think>"

@@ -16,9 +16,9 @@ from typing import Any
 
 from rollouts.training.environments.plain import Agent, PlainEnvironment, agent_reward
 from rollouts.training.environments.protocol import Environment, EnvironmentNotLoaded, locate_error
-from rollouts.training.environments.resolve import EnvSource, Parameters, check_args, check_environment
+from rollouts.training.environments.resolve import EnvSource, Parameters, check_args, check_environment, check_verifiers
 from rollouts.training.environments.seats import SeatEnvironment
-from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment, check_verifiers
+from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment
 
 
 def load_environment(

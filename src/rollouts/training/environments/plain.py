@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from rollouts.training.agent_integration import Rollout, Turn, completion_text
+from rollouts.agents import Turn
+from rollouts.training.agent_integration import Rollout, completion_text
 from rollouts.training.environments.protocol import (
     RewardError,
     Row,

@@ -12,7 +12,8 @@ from typing import Any
 
 import anyio
 
-from rollouts.training.agent_integration import Rollout, Turn
+from rollouts.agents import Turn
+from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments.completion import ChatCompletion, plain_completion
 from rollouts.training.environments.plain import add_reasoning, build_turn
 from rollouts.training.environments.protocol import (
@@ -20,20 +21,16 @@ from rollouts.training.environments.protocol import (
     Row,
     add_usage,
     check_reward,
+    fail_rollout,
     locate_error,
     number_row,
     open_conversation,
     open_rollout,
-    fail_rollout,
     read_feedback,
     run_attempts,
     run_with_timeout,
 )
-from rollouts.training.environments.resolve import VERIFIERS_RANGE, check_verifiers
 from rollouts.training.types import Status, settle
-
-__all__ = ["VERIFIERS_RANGE", "VerifiersEnvironment", "check_verifiers"]
-
 
 MAX_TURNS_REACHED = "max_turns_reached"
 GROUP_PARAMETERS = {"states", "prompts", "completions", "answers", "tasks", "infos"}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import RLConfig
+from prime_rl.configuration.errors import ConfigError
 from prime_rl.configuration.foreign_names import (
     PRIME_RL,
     PRIME_RL_VALUES,
@@ -21,7 +22,7 @@ from prime_rl.configuration.schema import FieldSchema, all_keys, child, section_
 from prime_rl.eval.config import EvalConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import SFTConfig
-from prime_rl.utils.pydantic_config import ConfigError, parse_argv
+from prime_rl.utils.pydantic_config import parse_argv
 
 PAGE = Path(__file__).parents[4] / "docs" / "coming_from.md"
 

@@ -15,20 +15,14 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationInfo, model_validator
 
 from prime_rl.configuration.command import run_command
+from prime_rl.configuration.errors import ConfigError
 from prime_rl.configuration.render import render_toml, uncomment
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.configuration.sources import find_lines
 from prime_rl.deployment.config import SlurmDeployment
 from prime_rl.runtime.core_lease import DIRECTORY_VARIABLE
 from prime_rl.runtime.machine import SHARED_GPU_VARIABLE
-from prime_rl.utils.pydantic_config import (
-    BaseConfig,
-    ConfigError,
-    note_source,
-    parse_argv,
-    write_config,
-    write_record,
-)
+from prime_rl.utils.pydantic_config import BaseConfig, note_source, parse_argv, write_config, write_record
 
 ROOT = Path(__file__).parents[4]
 

@@ -59,10 +59,10 @@ from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import load_decoder, load_eos_ids
-from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels import native
 from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
+from rollouts.training.manifests import digest_tensor
 from rollouts.training.numerics import using_threads
 from rollouts.training.sampling import sample_tokens, uniform
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from prime_rl.inference.detokenizer import accumulate_offsets, build_decode, byte_alphabet
 from prime_rl.inference.encoding import NFC_SHRINKS, Encoder, PromptCache, find_bytes_per_token
 from prime_rl.inference.request_parsing import ApiError
-from prime_rl.runtime.tokenizer import load_tokenizer, render_chat, render_pieces
+from prime_rl.runtime.tokenizer import load_tokenizer
+from rollouts.training.datasets.chat import render_chat, render_pieces
 
 TEXTS = ("", "abc", "Grüße 你好 🙂", "<|im_end|>x<|im_start|>system\n", " " * 50, "a\u0301\u212b")
 

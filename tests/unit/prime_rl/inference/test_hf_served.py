@@ -14,8 +14,8 @@ from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.hf_model import HFCausalLM
 from prime_rl.trainer.models.registry import load_causal_lm
-from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels.log_softmax import log_softmax
+from rollouts.training.manifests import digest_tensor
 
 SHAPE = dict(
     vocab_size=320,

@@ -18,9 +18,9 @@ from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.lora import LoraSpec, add_lora, peft_tensors
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.registry import load_decoder, read_files
-from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels import native
+from rollouts.training.manifests import digest_tensor
 from rollouts.training.tensor_files import MappedTensors, save_tensors
 
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")

@@ -42,8 +42,9 @@ from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.digests import digest_tensors
-from prime_rl.transport.weights import digest_tensor, publish_weights
+from prime_rl.transport.weights import publish_weights
 from rollouts.kernels.log_softmax import log_softmax
+from rollouts.training.manifests import digest_tensor
 from rollouts.training.weight_sync import PrimeEngine
 
 MODEL_DIR = resolve_model_dir("tiny-qwen3")

@@ -43,12 +43,14 @@ from prime_rl.inference.vllm.worker import (
     list_loaded_tensors,
 )
 from prime_rl.runtime.machine import SHARED_GPU_VARIABLE
-from prime_rl.runtime.tokenizer import load_tokenizer, render_chat, resolve_model_dir
+from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.broadcast import WeightSender
-from prime_rl.transport.weights import digest_tensor, publish_weights
+from prime_rl.transport.weights import publish_weights
 from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.training.datasets.chat import render_chat
+from rollouts.training.manifests import digest_tensor
 
 MODEL_DIR = resolve_model_dir("tiny-qwen3")
 

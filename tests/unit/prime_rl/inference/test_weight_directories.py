@@ -21,7 +21,8 @@ from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.hf_model import load_hf_model
 from prime_rl.trainer.models.registry import load_decoder, read_tensors
-from prime_rl.transport.weights import check_directory, publish_weights, read_manifest
+from prime_rl.transport.weights import check_directory, publish_weights
+from rollouts.training.manifests import read_manifest
 from rollouts.training.steps import STABLE, find_damage, publish_dir, step_path
 
 TINY = resolve_model_dir("tiny-qwen3")

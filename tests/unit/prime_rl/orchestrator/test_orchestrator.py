@@ -35,7 +35,8 @@ from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from prime_rl.transport.batches import FilesystemBatchReceiver, FilesystemBatchSender
 from prime_rl.transport.file_watch import wait_for, wait_for_blocking
-from rollouts.training.agent_integration import Rollout, Turn
+from rollouts.agents import Turn
+from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import Environment, load_environment
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps, is_complete, publish_dir, publish_step, step_path

@@ -21,7 +21,8 @@ from prime_rl.orchestrator.distillation.outcomes import (
 )
 from prime_rl.orchestrator.distillation.teacher import Teacher
 from prime_rl.orchestrator.rollout_manager import GroupGenerator
-from rollouts.training.agent_integration import Rollout, Turn, describe_completion
+from rollouts.agents import Turn
+from rollouts.training.agent_integration import Rollout, describe_completion
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import read_feedback
 from rollouts.training.types import Sample

@@ -38,7 +38,8 @@ from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
 from prime_rl.orchestrator.setup import Orchestrator, build_orchestrator
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.backend import Backend, build_backend
-from prime_rl.trainer.config import LossConfig, TrainConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.rl.config import LossConfig
 from prime_rl.trainer.rl.data import apply_reference_regularization, check_batch
 from prime_rl.trainer.rl.loss import build_loss, build_loss_schedule, measure_advantage_terms, measure_distance
 from prime_rl.utils.client import InferenceClient, build_clients

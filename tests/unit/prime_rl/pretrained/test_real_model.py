@@ -26,10 +26,11 @@ from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.canary import Canary, compare_canary
-from prime_rl.transport.weights import publish_weights, read_manifest
+from prime_rl.transport.weights import publish_weights
 from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
 from rollouts.training.batching import pack_samples
+from rollouts.training.manifests import read_manifest
 from rollouts.training.rl_losses import nll_loss
 from rollouts.training.tensor_files import save_tensors
 from rollouts.training.types import Sample

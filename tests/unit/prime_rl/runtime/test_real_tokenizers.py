@@ -11,8 +11,8 @@ from real_tokenizers import fetch_tokenizer
 from transformers import AutoTokenizer
 
 from prime_rl.pretrained.fetch import fetch_model
-from prime_rl.runtime.tokenizer import load_tokenizer, render_chat
-from rollouts.training.datasets.chat import TemplateRenderer
+from prime_rl.runtime.tokenizer import load_tokenizer
+from rollouts.training.datasets.chat import TemplateRenderer, render_chat
 from rollouts.training.datasets.sft import Conversation, render_conversation, render_turns
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

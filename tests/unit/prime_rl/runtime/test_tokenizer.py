@@ -22,9 +22,9 @@ from prime_rl.runtime.tokenizer import (
     find_window,
     fingerprint_model,
     load_tokenizer,
-    render_chat,
     resolve_model_dir,
 )
+from rollouts.training.datasets.chat import render_chat
 
 TOKENIZER = load_tokenizer("tiny-qwen3")
 SPECIAL = set(TOKENIZER.all_special_ids)

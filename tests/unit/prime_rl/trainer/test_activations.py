@@ -14,7 +14,8 @@ from torch.nn.attention import varlen
 
 from prime_rl.trainer.activations import PRODUCTS, ActivationOffload, recompute_layers
 from prime_rl.trainer.backend import Backend, build_backend
-from prime_rl.trainer.config import ActivationConfig, TrainConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.model_config import ActivationConfig
 from prime_rl.trainer.models import flash_attention
 from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention, has_kernel_bits
 from prime_rl.trainer.optim import MasterWeights

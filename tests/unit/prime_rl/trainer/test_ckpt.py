@@ -23,10 +23,10 @@ from prime_rl.trainer.command import build_record, run_trainer
 from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.rl.train import train as train_rl
 from prime_rl.trainer.sft.train import train as train_sft
-from prime_rl.transport.weights import read_manifest
 from prime_rl.utils.pydantic_config import parse_argv, write_config, write_record
 from rollouts.training import steps
 from rollouts.training.backends.ranks import Ranks
+from rollouts.training.manifests import read_manifest
 from rollouts.training.metrics import load_jsonl, load_last_attempts
 from rollouts.training.steps import complete_steps, find_damage, prune_commits, publish_dir, step_path
 

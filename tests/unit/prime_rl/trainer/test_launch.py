@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.trainer.command import count_missing_ranks
-from prime_rl.trainer.config import ParallelDims
 from prime_rl.trainer.launch import FirstRank
+from prime_rl.trainer.parallel_config import ParallelDims
 
 
 def test_count_missing_ranks() -> None:

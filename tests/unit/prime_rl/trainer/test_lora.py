@@ -32,8 +32,9 @@ from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.multi_lora import AdapterTable
-from prime_rl.transport.weights import is_adapter, publish_weights, read_manifest, verify_tensors
+from prime_rl.transport.weights import is_adapter, publish_weights, verify_tensors
 from rollouts.kernels.linear import Linear
+from rollouts.training.manifests import read_manifest
 
 SHAPE = dict(
     model_type="qwen3",

@@ -22,7 +22,8 @@ from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.registry import load_causal_lm, load_decoder, read_tensors
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.rl.train import train
-from prime_rl.transport.weights import is_adapter, read_manifest, verify_tensors
+from prime_rl.transport.weights import is_adapter, verify_tensors
+from rollouts.training.manifests import read_manifest
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prime_rl.trainer import forward
 from prime_rl.trainer.command import count_missing_ranks
-from prime_rl.trainer.config import ParallelDims
 from prime_rl.trainer.forward import gather_loss_inputs, prepare_forward
 from prime_rl.trainer.model import DeviceConfig
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
@@ -25,6 +24,7 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.parallel.context_parallel import check_heads, find_token_indices, repeat_heads
 from prime_rl.trainer.parallel.pipeline_parallel import check_layers, check_trained, split_layers
 from prime_rl.trainer.parallel.tensor_parallel import check_shape, find_split_dim, split_parameters
+from prime_rl.trainer.parallel_config import ParallelDims
 from prime_rl.trainer.parallel_dims import Mesh, MeshAxisGroup, build_mesh, destroy_process_group, init_process_group
 from prime_rl.trainer.parallel_dims import ParallelDims as SameDims
 from prime_rl.trainer.sharded_checkpoint import ROWS, ShardMap, ShardSlice, open_shards, save_shards

@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.trainer.backend import Backend, build_backend
-from prime_rl.trainer.config import LossConfig, TrainConfig
+from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.forward import can_share_prefixes
 from prime_rl.trainer.models import attention
 from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.rl.config import LossConfig
 from prime_rl.trainer.rl.loss import build_loss
+from rollouts.agents import Turn
 from rollouts.training import batching
-from rollouts.training.agent_integration import Rollout, Turn, rollout_to_samples
+from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.batching import MicroBatch, pack_samples, pack_share
 from rollouts.training.numerics import MIN_TOKENS
 from rollouts.training.prefix_tree import build_prefix_tree, order_by_prefix

@@ -7,7 +7,7 @@ import torch
 from rank_steps import pack, rl_config
 
 from prime_rl.trainer.backend import build_backend
-from prime_rl.trainer.config import ParallelDims
+from prime_rl.trainer.parallel_config import ParallelDims
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from rollouts.training.backends.ranks import Ranks

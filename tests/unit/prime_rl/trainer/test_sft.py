@@ -17,10 +17,11 @@ from small_tokenizers import CHATML, build_tokenizer
 
 from prime_rl.inference.adapters import read_adapter
 from prime_rl.runtime.tokenizer import load_tokenizer
-from prime_rl.trainer.config import SFTConfig, SFTDataConfig
+from prime_rl.trainer.config import SFTConfig
 from prime_rl.trainer.models.registry import load_eos_ids
 from prime_rl.trainer.optim_config import CosineSchedulerConfig, check_schedule
 from prime_rl.trainer.sft import data as sft_data
+from prime_rl.trainer.sft.config import SFTDataConfig
 from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, find_eos_ids
 from prime_rl.trainer.sft.samples import TokenizationStats, check_data, tokenize_rows
 from prime_rl.trainer.sft.train import train

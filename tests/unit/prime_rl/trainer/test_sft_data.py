@@ -21,13 +21,14 @@ from loguru import logger
 from small_tokenizers import CHATML, UNMARKED, build_llama3, build_smollm2, build_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from prime_rl.configuration.errors import ConfigError
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import SFTConfig
 from prime_rl.trainer.sft import validation
 from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, find_eos_ids, name_parts
 from prime_rl.trainer.sft.samples import TokenizationStats, TokenizedSamples, tokenize_data, tokenize_rows
 from prime_rl.trainer.sft.train import train
-from prime_rl.utils.pydantic_config import ConfigError, parse_argv
+from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.mixing import build_epoch_order
 from rollouts.training.datasets.rows import find_files, load_rows

@@ -17,20 +17,23 @@ from prime_rl.telemetry.progress import Progress
 from prime_rl.trainer import model as model_module
 from prime_rl.trainer.backend import Backend, build_backend, step_advice
 from prime_rl.trainer.checkpointer import Checkpointer
-from prime_rl.trainer.config import LossConfig, SchedulerConfig, SFTConfig, TrainConfig
+from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.model import resolve_placement
 from prime_rl.trainer.optim import MasterWeights, build_schedule
+from prime_rl.trainer.optim_config import SchedulerConfig
 from prime_rl.trainer.perf import StepTimer
+from prime_rl.trainer.rl.config import LossConfig
 from prime_rl.trainer.rl.data import FakeBatches, build_batches, check_batch
 from prime_rl.trainer.rl.loss import build_loss, build_objective
 from prime_rl.trainer.rl.train import train
 from prime_rl.transport import weights
 from prime_rl.transport.batches import FilesystemBatchSender
-from prime_rl.transport.weights import read_manifest, verify_tensors
+from prime_rl.transport.weights import verify_tensors
 from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.backends.step import OptimizerStep
 from rollouts.training.batching import pack_samples
+from rollouts.training.manifests import read_manifest
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps, publish_dir
 from rollouts.training.types import Sample

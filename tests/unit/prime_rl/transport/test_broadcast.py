@@ -36,7 +36,7 @@ from prime_rl.transport.broadcast import (
     receive_weights,
 )
 from prime_rl.transport.canary import build_canary
-from prime_rl.transport.weights import Manifest, read_manifest
+from rollouts.training.manifests import Manifest, read_manifest
 from rollouts.training.steps import complete_steps, publish_dir, step_path
 from rollouts.training.weight_sync import PrimeEngine, WeightSyncError, sync_weights_to_engines
 

@@ -36,9 +36,10 @@ from prime_rl.transport.canary import (
     compare_canary,
     read_canary,
 )
-from prime_rl.transport.weights import digest_tensor, publish_weights
+from prime_rl.transport.weights import publish_weights
 from prime_rl.utils.client import InferenceClient
 from rollouts.training.batching import pack_samples
+from rollouts.training.manifests import digest_tensor
 from rollouts.training.rl_losses import nll_loss
 from rollouts.training.steps import step_path
 from rollouts.training.types import Sample

@@ -25,9 +25,10 @@ from prime_rl.trainer.publisher import Publisher, Retention
 from prime_rl.trainer.rl.train import train
 from prime_rl.transport.canary import build_canary
 from prime_rl.transport.deltas import DeltaPublisher, apply_changes, encode_changes, read_version
-from prime_rl.transport.weights import ModelFiles, publish_weights, read_manifest, verify_tensors
+from prime_rl.transport.weights import ModelFiles, publish_weights, verify_tensors
 from rollouts.training import steps
 from rollouts.training.backends.ranks import Ranks
+from rollouts.training.manifests import read_manifest
 from rollouts.training.steps import complete_steps, parse_step, prune_steps, step_path
 
 TINY = resolve_model_dir("tiny-qwen3")

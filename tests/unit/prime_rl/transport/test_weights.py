@@ -14,14 +14,8 @@ from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder, read_tensors
-from prime_rl.transport.weights import (
-    digest_tensor,
-    prune_weights,
-    publish_weights,
-    read_manifest,
-    read_model_files,
-    verify_tensors,
-)
+from prime_rl.transport.weights import prune_weights, publish_weights, read_model_files, verify_tensors
+from rollouts.training.manifests import digest_tensor, read_manifest
 from rollouts.training.steps import complete_steps, publish_step
 
 TINY = resolve_model_dir("tiny-qwen3")

@@ -20,11 +20,11 @@ from prime_rl.trainer.models import causal_lm
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention, has_kernel_bits
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
 from prime_rl.trainer.models.decoder_config import DecoderConfig
-from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels import native
 from rollouts.kernels.linear import linear
 from rollouts.kernels.log_softmax import log_softmax
+from rollouts.training.manifests import digest_tensor
 from rollouts.training.sampling import sample_tokens, top_tokens
 
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="no C compiler; cure: apt-get install gcc")
