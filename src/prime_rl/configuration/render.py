@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from datetime import date, time
-from enum import Enum
 from typing import Any
 
 from pydantic import BaseModel
@@ -36,8 +35,6 @@ def render_value(value: Any) -> str:
         return '"None"'
     if isinstance(value, BaseModel):
         return render_value({name: getattr(value, name) for name in type(value).model_fields})
-    if isinstance(value, Enum):
-        return render_value(value.value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):

@@ -6,7 +6,6 @@ import difflib
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -109,8 +108,6 @@ def build_schema(annotation: Any, metadata: Iterable[Any] = (), tag: str | None 
             return FieldSchema("dict", full, optional, item=build_schema(args[1] if len(args) > 1 else Any))
         if origins == {Literal}:
             return FieldSchema("scalar", full, optional, choices=args)
-        if isinstance(members[0], type) and issubclass(members[0], Enum):
-            return FieldSchema("scalar", full, optional, choices=tuple(choice.value for choice in members[0]))
     if not members or Any in members:
         return FieldSchema("any", full, True)
     simple = all(isinstance(member, type) and member in WORDS for member in members)
