@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from prime_rl.configuration.render import render_value
@@ -101,13 +102,17 @@ def compare_weights(a: LocalRun, b: LocalRun) -> Difference | None:
     """The first common version whose tensors differ."""
     roots = a.files.weights, b.files.weights
     for step in sorted(set(complete_steps(roots[0])) & set(complete_steps(roots[1]))):
-        left, right = (read_manifest(step_path(root, step)).tensors for root in roots)
-        names = [name for name in left if left[name] != right.get(name)] + [name for name in right if name not in left]
+        names, number = find_changed(*roots, step)
         if names:
             distance = _distance_text(*roots, step, names[0])
-            text = f"{names[0]}{distance}; {len(names)} of {len(left)} tensors differ"
-            return Difference("weights", step, text)
+            return Difference("weights", step, f"{names[0]}{distance}; {len(names)} of {number} tensors differ")
     return None
+
+
+def find_changed(a: Path, b: Path, step: int) -> tuple[list[str], int]:
+    """The tensors of a version that differ between two directories of weights, and the number of those in `a`."""
+    left, right = (read_manifest(step_path(root, step)).tensors for root in (a, b))
+    return [name for name in {**left, **right} if left.get(name) != right.get(name)], len(left)
 
 
 def _first_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str | None:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl.monitor.compare import find_changed
 from prime_rl.monitor.local_runs import LocalRun, open_run
 from prime_rl.monitor.page_data import read_rows
 from prime_rl.monitor.series import read_series
 from prime_rl.runtime.process import ChildFailed, Supervisor
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from prime_rl.transport.batches import BATCH_FILE
-from rollouts.training.manifests import TensorEntry, read_manifest
 from rollouts.training.steps import complete_steps, is_complete, step_path
 
 COMPARED = ("loss/mean", "optim/grad_norm", "entropy/mean")
@@ -100,12 +100,11 @@ def replay(run: LocalRun, step: int, log: Callable[[str], None]) -> Verdict:
 
 def compare(run: LocalRun, again: LocalRun, step: int, process: str = "trainer") -> Verdict:
     """The recorded and the repeated version of a step."""
-    ours, theirs = (_manifest(part, step) for part in (run, again))
-    names = [name for name in ours if ours[name] != theirs.get(name)] + [name for name in theirs if name not in ours]
+    names, number = find_changed(run.files.weights, again.files.weights, step)
     before, after = (read_series(part.rows()).get(process, {}) for part in (run, again))
     pairs = [(name, dict(before.get(name, ())).get(step), dict(after.get(name, ())).get(step)) for name in COMPARED]
     metrics = [(name, old, new) for name, old, new in pairs if old is not None and new is not None and old != new]
-    return Verdict(len(ours), names, metrics)
+    return Verdict(number, names, metrics)
 
 
 def verdict_text(step: int, verdict: Verdict) -> str:
@@ -160,7 +159,3 @@ def has_step(place: RunDir, step: int) -> bool:
     """Whether metrics and weights of a step are written, in any order: weights are published in the background."""
     rows, _ = read_rows(place.metrics)
     return step in complete_steps(place.weights) and any(row.get("step") == step and "loss/mean" in row for row in rows)
-
-
-def _manifest(run: LocalRun, step: int) -> dict[str, TensorEntry]:
-    return read_manifest(step_path(run.files.weights, step)).tensors

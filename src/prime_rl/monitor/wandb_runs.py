@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,27 +98,21 @@ def has_key() -> bool:
     return bool(os.environ.get("WANDB_API_KEY")) or is_logged_in()
 
 
-class _explained:
+@contextmanager
+def _explained(entity: str | None, project: str, run_id: str | None = None) -> Iterator[None]:
     """Convert client errors to `ValueError`."""
-
-    def __init__(self, entity: str | None, project: str, run_id: str | None = None) -> None:
-        self.what = f"run {run_id} of {_path(entity, project)}" if run_id else f"project {_path(entity, project)}"
-
-    def __enter__(self) -> None:
-        if not has_key():
-            raise ValueError(
-                "Weights & Biases needs an API key: set WANDB_API_KEY, or pass the directory of a local run"
-            )
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or (isinstance(error, (ValueError, KeyboardInterrupt)) and not _is_of_wandb(error)):
-            return
-        if isinstance(error, ImportError):
-            raise ValueError("reading W&B runs needs wandb: pip install wandb pandas") from error
+    if not has_key():
+        raise ValueError("Weights & Biases needs an API key: set WANDB_API_KEY, or pass the directory of a local run")
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError("reading W&B runs needs wandb: pip install wandb pandas") from error
+    except Exception as error:
+        if isinstance(error, ValueError) and not _is_of_wandb(error):
+            raise
+        what = f"run {run_id} of {_path(entity, project)}" if run_id else f"project {_path(entity, project)}"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{self.what} cannot be read ({reason}): check --entity, --project and WANDB_API_KEY"
-        ) from error
+        raise ValueError(f"{what} cannot be read ({reason}): check --entity, --project and WANDB_API_KEY") from error
 
 
 def _is_of_wandb(error: BaseException) -> bool:

@@ -76,10 +76,8 @@ def is_alive(process: ProcessIdentity) -> bool | None:
         return _start_ticks(process.pid) == process.started
     try:
         os.kill(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True
 
 

@@ -457,11 +457,6 @@ def _common_end(one: list[int], other: list[int]) -> list[int]:
     return one[len(one) - count :]
 
 
-def prepare_client() -> None:
-    """Preload the modules that the first request needs."""
-    completion_types()
-
-
 def _bad_status(reply: Reply, url: str) -> openai.APIStatusError:
     """The `openai` error of a status; its `response.text` is the server's own explanation."""
     import httpx

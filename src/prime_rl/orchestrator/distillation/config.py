@@ -28,11 +28,6 @@ FIELD = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 EXAMPLE_FIELD = re.compile(r"\s*example((?:\.\w+)+)\s*")
 
 
-def default_template(context_from: ContextFrom) -> str:
-    """The template of contexts without `context_template`."""
-    return TEMPLATES[context_from][0]
-
-
 def check_template(template: str, context_from: ContextFrom) -> None:
     """`ValueError` for a placeholder that is unknown, and for a template without the one that is required."""
     fields = TEMPLATES[context_from][1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_rl.client.contexts import Context
-from prime_rl.orchestrator.distillation.config import ContextFrom, default_template
+from prime_rl.orchestrator.distillation.config import TEMPLATES, ContextFrom
 from rollouts.training.agent_integration import Rollout, describe_completion
 from rollouts.training.metrics import reaches
 from rollouts.training.types import Sample
@@ -65,7 +65,7 @@ def build_outcome_source(
 
     None, and thus no teacher, where there is none of these.
     """
-    text = default_template(context_from) if template is None else template
+    text = TEMPLATES[context_from][0] if template is None else template
 
     def build(
         row: Mapping[str, Any], rollout: RolloutOutcome | None, group: Sequence[RolloutOutcome]
