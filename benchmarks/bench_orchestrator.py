@@ -37,7 +37,7 @@ from prime_rl.orchestrator.advantages import build_advantages  # noqa: E402
 from prime_rl.orchestrator.buffer import PromptBuffer  # noqa: E402
 from prime_rl.orchestrator.config import OrchestratorConfig  # noqa: E402
 from prime_rl.orchestrator.policy_version import PolicyVersion  # noqa: E402
-from prime_rl.orchestrator.rollout_manager import build_generator, build_rollouts  # noqa: E402
+from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_rollouts  # noqa: E402
 from prime_rl.orchestrator.server_pool import ServerPool  # noqa: E402
 from prime_rl.transport.batches import FilesystemBatchSender  # noqa: E402
 from prime_rl.utils.client import InferenceClient  # noqa: E402
@@ -156,7 +156,7 @@ class Bench:
         client = InferenceClient(self.url)
         version, environments = PolicyVersion(), {"reverse-text": environment}
         servers = ServerPool([client], [PrimeEngine(self.url)], version, self.out / "weights")
-        generator = build_generator(config, environments, servers)
+        generator = GroupGenerator(config, environments, servers)
         rollouts = build_rollouts(config, PromptBuffer(environments, config.buffer, 0, version), generator)
         assign_advantages = build_advantages(config)
         sender = FilesystemBatchSender(self.out / f"all-{time.monotonic_ns()}")

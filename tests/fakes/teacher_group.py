@@ -7,7 +7,7 @@ import anyio
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
 from prime_rl.orchestrator.policy_version import PolicyVersion
-from prime_rl.orchestrator.rollout_manager import build_generator
+from prime_rl.orchestrator.rollout_manager import GroupGenerator
 from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.servers import build_engines
 from prime_rl.utils.client import build_clients
@@ -23,7 +23,7 @@ def roll_out(config: OrchestratorConfig, environment: Environment) -> tuple[list
     async def run() -> list[Sample]:
         clients = build_clients(config.client, seq_len=config.seq_len)
         servers = ServerPool(clients, build_engines(config.client), PolicyVersion(), config.versions_dir)
-        generator = build_generator(config, {"rows": environment}, servers, teacher)
+        generator = GroupGenerator(config, {"rows": environment}, servers, teacher)
         try:
             return await generator(0, {"id": 0, "env": "rows", "row": environment.rows()[0]})
         finally:

@@ -49,7 +49,8 @@ class Reporter:
         metrics["perf/throughput"] = self._throughput(metrics["progress/tokens"], times["step"])
         orchestrator.monitor.log(metrics, step)
         orchestrator.monitor.log_samples(sample_rows(samples), step)
-        logger.info(format_step(step, metrics, orchestrator.evaluations.val_reward, is_scored=generator.is_scored))
+        is_scored = not generator.config.buffer.skip_verification
+        logger.info(format_step(step, metrics, orchestrator.evaluations.val_reward, is_scored=is_scored))
         orchestrator.health_checks.check(samples, metrics["time/slots_exhausted"], metrics["time/step"])
         if num_kept < len(samples):
             logger.warning(f"{len(samples) - num_kept} samples exceed seq_len = {orchestrator.seq_len}: dropped")
@@ -74,8 +75,9 @@ class Reporter:
         """Rollouts dropped in this step by online difficulty filtering, by kind."""
         orchestrator = self.orchestrator
         before, self._drops = self._drops, Counter(orchestrator.rollouts.groups.drops)
+        group_size = orchestrator.generator.config.rollouts_per_example
         return {
-            f"filtered_rollouts/{kind}": float((self._drops[kind] - before[kind]) * orchestrator.generator.num_rollouts)
+            f"filtered_rollouts/{kind}": float((self._drops[kind] - before[kind]) * group_size)
             for kind in (DropReason.EASY, DropReason.HARD)
         }
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.orchestrator.buffer import Prompt, PromptBuffer
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.teacher import SkipReason, Teacher
@@ -35,7 +34,7 @@ MAX_EXPECTED_BYTES = 16 * 1024
 """Longer answers and infos of rows, encoded, are not recorded with each of their rollouts."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class GroupGenerator:
     """Generates one group: runs the rollouts of a prompt, drops failed ones and converts the others to samples.
 
@@ -43,17 +42,10 @@ class GroupGenerator:
     quarantines its prompt. Errors are counted by type until `take_errors`.
     """
 
+    config: OrchestratorConfig
     environments: Mapping[str, Environment]
     servers: ServerPool
-    teacher: Teacher | None
-    model: str
-    sampling: SamplingConfig
-    num_rollouts: int
-    seed: int
-    max_retries: int
-    is_scored: bool
-    zero_truncated: bool
-    replays_support: bool = False
+    teacher: Teacher | None = None
     tokens: TokenLedger = field(default_factory=TokenLedger, init=False)
     last_error: str | None = field(default=None, init=False)
     _errors: Counter[str] = field(default_factory=Counter, init=False)
@@ -69,22 +61,22 @@ class GroupGenerator:
 
     async def _generate(self, group_index: int, prompt: Prompt, client: Any) -> list[Sample]:
         version = self.servers.version.live
+        config, sampling = self.config, self.config.sampling
+        seed = config.seed if sampling.seed is None else sampling.seed
         args = [
-            build_sampling_args(
-                self.sampling, sample_seed(self.seed, group_index, index), return_support=self.replays_support
-            )
-            for index in range(self.num_rollouts)
+            build_sampling_args(sampling, sample_seed(seed, group_index, index), return_support=config.replays_support)
+            for index in range(config.rollouts_per_example)
         ]
         self.tokens.drop(group_index, DropReason.INTERRUPTED)  # of an earlier try, whose server was lost
         environment = self.environments[prompt["env"]]
-        rollouts = await environment.run_group(prompt["row"], client, self.model, args, self.max_retries)
+        rollouts = await environment.run_group(prompt["row"], client, config.model.name, args, config.max_retries)
         num_sampled = sum(count_generated(rollout) for rollout in rollouts)
         self.tokens.receive(group_index, num_sampled)
         groups = [self._to_samples(r, prompt["env"], group_index, i, version) for i, r in enumerate(rollouts)]
         good = [samples for samples in groups if samples]
         samples = [sample for samples in good for sample in samples]
         self.tokens.leave_unscored(group_index, num_sampled - count_sampled(samples))
-        if len(good) < min(2, self.num_rollouts):
+        if len(good) < min(2, config.rollouts_per_example):
             raise GroupDropped(find_drop_reason(rollouts))
         return await self._add_teacher_logprobs(group_index, samples, prompt, client)
 
@@ -102,7 +94,7 @@ class GroupGenerator:
             num_sampled = count_sampled(samples)
             samples = await self.teacher.score_group(samples, prompt["env"], prompt["row"], client)
             self.tokens.leave_unscored(group_index, num_sampled - count_sampled(samples))
-            if len({sample.index for sample in samples}) < min(2, self.num_rollouts):
+            if len({sample.index for sample in samples}) < min(2, self.config.rollouts_per_example):
                 error = self.teacher.last_error
                 assert error is not None, "it left out a sample"
                 self.last_error = str(error)
@@ -120,17 +112,17 @@ class GroupGenerator:
         """Samples of one rollout. A rollout that cannot be trained on is marked as failed and gives none."""
         if rollout.seat_rewards and not rollout.num_turns:
             return []  # a game that ended before the policy's first move
-        is_zeroed = self.zero_truncated and rollout.status == Status.TRUNCATED
-        if is_zeroed or not self.is_scored:
+        is_zeroed = self.config.zero_truncated_completions and rollout.status == Status.TRUNCATED
+        if is_zeroed or self.config.buffer.skip_verification:
             rollout.reward, rollout.seat_rewards = 0.0, {}
         try:
             samples = [] if rollout.failed else rollout_to_samples(rollout, group_index=group_index, index=index)
             if not rollout.failed and not samples:
                 raise ValueError("the server returned no token ids and log-probs: it must support return_token_ids")
-            if self.replays_support and not all(sample.sampling_support for sample in samples):
+            if self.config.replays_support and not all(sample.sampling_support for sample in samples):
                 raise ValueError(
-                    f"the server did not return the tokens that sampling.{self.sampling.truncation} left: only the "
-                    "embedded engine does; unset it, or accept biased ratios with sampling_support_replay = false"
+                    f"the server did not return the tokens that sampling.{self.config.sampling.truncation} left: only "
+                    "the embedded engine does; unset it, or accept biased ratios with sampling_support_replay = false"
                 )
             for sample in samples:
                 sample.validate()
@@ -149,28 +141,6 @@ class GroupGenerator:
             self._num_failed += rollout.failed
             self.last_error = f"{rollout.error_type}: {rollout.error}"
         return samples
-
-
-def build_generator(
-    config: OrchestratorConfig,
-    environments: Mapping[str, Environment],
-    servers: ServerPool,
-    teacher: Teacher | None = None,
-) -> GroupGenerator:
-    """Build the generator of the configured rollouts."""
-    return GroupGenerator(
-        environments=environments,
-        servers=servers,
-        teacher=teacher,
-        model=config.model.name,
-        sampling=config.sampling,
-        num_rollouts=config.rollouts_per_example,
-        seed=config.seed if config.sampling.seed is None else config.sampling.seed,
-        max_retries=config.max_retries,
-        is_scored=not config.buffer.skip_verification,
-        zero_truncated=config.zero_truncated_completions,
-        replays_support=config.replays_support,
-    )
 
 
 def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: GroupGenerator) -> AsyncRolloutManager:

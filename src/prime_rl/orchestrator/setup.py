@@ -22,7 +22,7 @@ from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
 from prime_rl.orchestrator.evaluation import Evaluations, build_evaluations, build_schedules
 from prime_rl.orchestrator.policy_version import PolicyVersion
-from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_generator, build_rollouts
+from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_rollouts
 from prime_rl.orchestrator.server_pool import ServerPool, build_ema_servers, build_servers
 from prime_rl.orchestrator.servers import build_engines
 from prime_rl.orchestrator.waiting import EventLoopLagMonitor, WaitLogger
@@ -139,7 +139,7 @@ def build_orchestrator(
     teacher = build_teacher(config, servers)
     ema_servers = None if teacher is None else build_ema_servers(config, teacher.scorer.clients, version)
     buffer = build_buffer(config, environments, version)
-    generator = build_generator(config, environments, servers, teacher)
+    generator = GroupGenerator(config, environments, servers, teacher)
     rollouts = build_rollouts(config, buffer, generator)
     evaluated = None if state is None else state.get("evaluations")  # earlier versions: not saved
     schedules = build_schedules(config, environments, eval_environments, resumed_step, evaluated)
@@ -170,7 +170,7 @@ def build_orchestrator(
         checkpoints=checkpoints,
         evaluations=evaluations,
         monitor=monitor,
-        health_checks=RolloutHealthChecks(config.max_async_level, verified=generator.is_scored),
+        health_checks=RolloutHealthChecks(config.max_async_level, verified=not config.buffer.skip_verification),
         totals=Counter(state["totals"] if state is not None else {}),
     )
 

@@ -28,7 +28,7 @@ from prime_rl.orchestrator.filters import build_group_filter
 from prime_rl.orchestrator.metrics import compute_batch_metrics, compute_error_metrics, drop_overlong
 from prime_rl.orchestrator.orchestrator import run_orchestrator
 from prime_rl.orchestrator.policy_version import PolicyVersion
-from prime_rl.orchestrator.rollout_manager import build_generator, find_drop_reason
+from prime_rl.orchestrator.rollout_manager import GroupGenerator, find_drop_reason
 from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.setup import Orchestrator
 from prime_rl.orchestrator.weight_relay import WeightRelay
@@ -837,7 +837,7 @@ def test_zeroed_rollouts_have_zero_reward_components() -> None:
     advantage = AdvantageConfig(rewards={"m": 1.0})
     config = OrchestratorConfig(zero_truncated_completions=True, advantage=advantage)
     servers: Any = None
-    generator = build_generator(config, {}, servers)
+    generator = GroupGenerator(config, {}, servers)
     samples: list[Sample] = []
     for i, (reward, status) in enumerate([(1.0, Status.TRUNCATED), (0.0, Status.COMPLETED), (1.0, Status.COMPLETED)]):
         turns = [Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0])]
@@ -906,7 +906,7 @@ def test_batch_metrics_in_closed_form() -> None:
 def test_failed_rewards_count_as_errors_if_the_rollout_failed() -> None:
     """In an environment of verifiers, a reward function that raises counts as 0, and the rollout is trained."""
     servers: Any = None
-    generator = build_generator(OrchestratorConfig(), {}, servers)
+    generator = GroupGenerator(OrchestratorConfig(), {}, servers)
     for i, status in enumerate([Status.COMPLETED, Status.COMPLETED, Status.FAILED]):
         turns = [Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0])]
         broken = {"error": "bug: KeyError: 'x'", "error_type": "RewardError"} if i else {}

@@ -10,7 +10,8 @@ from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer
 
 
 def build_reporter(groups: GroupBuffer) -> Reporter:
-    orchestrator = SimpleNamespace(rollouts=SimpleNamespace(groups=groups), generator=SimpleNamespace(num_rollouts=8))
+    generator = SimpleNamespace(config=SimpleNamespace(rollouts_per_example=8))
+    orchestrator = SimpleNamespace(rollouts=SimpleNamespace(groups=groups), generator=generator)
     return Reporter(cast(Any, orchestrator))
 
 

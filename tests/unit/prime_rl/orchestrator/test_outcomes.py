@@ -266,7 +266,7 @@ CALLING = [
 
 def test_contexts_show_tool_calls() -> None:
     rollout = Rollout(prompt="", completion=CALLING, reward=1.0, turns=[Turn([1], [7], [-0.5])])
-    maker = SimpleNamespace(zero_truncated=False, is_scored=True, replays_support=False, teacher=object())
+    maker = SimpleNamespace(config=OrchestratorConfig(), teacher=object())
     [sample] = GroupGenerator._to_samples(maker, rollout, "world", 0, 0, 0)
     shown = 'call add: {"a": 1}\ntool: 2\nIt is 2.'
     [outcome] = read_outcomes([sample]).values()
