@@ -17,6 +17,7 @@ from prime_rl.configuration.sections import (
     LogConfig,
     SharedCkptConfig,
     TensorboardConfig,
+    TrackerConfig,
     TrackioConfig,
     TrainerWeightBroadcastConfig,
     TransportConfig,
@@ -41,11 +42,8 @@ class SharedModelConfig(BaseConfig):
     debug: DebugModelConfig = DebugModelConfig()
 
 
-class SharedPrometheusConfig(BaseConfig):
+class SharedPrometheusConfig(TrackerConfig):
     """Prometheus endpoints of trainer and orchestrator at 127.0.0.1, ports 9401 and 9402."""
-
-    enabled: bool = True
-    """Off keeps the section without listening."""
 
 
 class RLConfig(BaseConfig):

@@ -43,17 +43,25 @@ class LogExtrasConfig(BaseConfig):
     """Number of rollouts in a sample table, from the lowest to the highest reward."""
 
 
-class WandbConfig(BaseConfig):
-    """Log metrics to Weights & Biases; the section enables it."""
+class TrackerConfig(BaseConfig):
+    """A metric tracker; the section enables it."""
 
     enabled: bool = True
     """False disables it without removing the section."""
+
+
+class ProjectConfig(TrackerConfig):
+    """A metric tracker with projects."""
 
     project: str = "prime-rl"
     """Project of the run."""
 
     name: str | None = None
     """Name of the run."""
+
+
+class WandbConfig(ProjectConfig):
+    """Log metrics to Weights & Biases; the section enables it."""
 
     entity: str | None = None
     """Team or user of the project."""
@@ -70,34 +78,19 @@ class WandbConfig(BaseConfig):
     log_extras: LogExtrasConfig = LogExtrasConfig()
 
 
-class TensorboardConfig(BaseConfig):
+class TensorboardConfig(TrackerConfig):
     """Write metrics for TensorBoard to <output_dir>/tensorboard/<process>; the section enables it."""
 
-    enabled: bool = True
-    """False disables it without removing the section."""
 
-
-class TrackioConfig(BaseConfig):
+class TrackioConfig(ProjectConfig):
     """Log metrics to trackio, a local dashboard; the section enables it."""
-
-    enabled: bool = True
-    """False disables it without removing the section."""
-
-    project: str = "prime-rl"
-    """Project of the run."""
-
-    name: str | None = None
-    """Name of the run."""
 
     space_id: str | None = None
     """Hugging Face space that hosts the dashboard; unset: this machine."""
 
 
-class PrometheusConfig(BaseConfig):
+class PrometheusConfig(TrackerConfig):
     """Serve the latest metrics at http://127.0.0.1:<port>/metrics; the section enables it."""
-
-    enabled: bool = True
-    """False disables it without removing the section."""
 
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port; unset: 9401 trainer, 9402 orchestrator, 9403 sft, 9404 eval, 9405 synthesize,
