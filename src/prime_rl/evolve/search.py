@@ -16,9 +16,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rollouts.training.metrics import reaches
+
+if TYPE_CHECKING:
+    from prime_rl.evolve.config import EvolveConfig
 
 
 class CandidateStatus(StrEnum):
@@ -47,17 +50,6 @@ class Candidate:
         return statistics.fmean(self.scores.values()) if self.status is CandidateStatus.ACCEPTED else None
 
 
-class SearchLimits(Protocol):
-    """Settings of a search; `EvolveConfig` has them."""
-
-    seed: int
-    budget: int
-    max_proposals: int
-    max_repeats: int
-    minibatch_size: int
-    stop_reward: float
-
-
 Evaluate = Callable[[int, str, Sequence[int]], Awaitable[Mapping[int, float]]]
 """(candidate number, context, examples) -> score of each example."""
 Propose = Callable[[int, Candidate, Sequence[int]], Awaitable[str]]
@@ -71,7 +63,7 @@ class Search:
     An evaluation of one example costs `cost` rollouts. `examples` are the numbers of the examples.
     """
 
-    limits: SearchLimits
+    limits: EvolveConfig
     examples: Sequence[int]
     cost: int
     evaluate: Evaluate

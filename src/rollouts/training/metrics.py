@@ -53,21 +53,13 @@ class JSONLLogger:
         """No effect: `log` writes immediately."""
 
 
-class WandbRun(Protocol):
-    """The used methods of a run opened by `wandb.init(...)`."""
-
-    def log(self, data: dict[str, Any]) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 class WandbLogger:
     """Metrics to an open Weights & Biases run, `WandbLogger(wandb.init(project=...))`, with `step` as a column.
 
     The run's own step counter is not used, because it does not allow several rows per step.
     """
 
-    def __init__(self, run: WandbRun) -> None:
+    def __init__(self, run: Any) -> None:
         self.run = run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -30,7 +30,7 @@ NO_TEMPLATE = (
 
 @dataclass
 class TemplateRenderer:
-    """A tokenizer's chat template as the `ChatRenderer` that `render_conversation` takes.
+    """A tokenizer with its chat template.
 
     Templates that write the current date (`strftime_now`) write `date` instead, the same one in all chats.
     """
@@ -38,8 +38,12 @@ class TemplateRenderer:
     tokenizer: Any
     date: datetime = field(default_factory=datetime.now)
     end_ids: frozenset[int] = field(init=False)
+    """Special tokens, one of which ends a turn."""
     turn_end: list[int] = field(init=False)
+    """Tokens that the template appends to an answer: its end token, and what the model does not generate."""
     next_turn: Mapping[str, int] = field(init=False)
+    """Role -> token with which its message after an answer begins, and with which a model therefore ends the answer
+    (GLM). Empty if the template appends an end token to answers, or begins messages without control tokens."""
 
     def __post_init__(self) -> None:
         profile = inspect_template(self.tokenizer)

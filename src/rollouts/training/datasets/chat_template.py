@@ -36,7 +36,7 @@ class TemplateProfile:
     turn_end: list[int]
     """Tokens that the template appends to an answer."""
     next_turn: Mapping[str, int]
-    """See `ChatRenderer.next_turn`."""
+    """See `TemplateRenderer.next_turn`."""
     reads_text_calls: bool
     """Whether it writes calls only in OpenAI's format: arguments as JSON text, and null for no content (DeepSeek)."""
     shown: set[str] = field(default_factory=set)

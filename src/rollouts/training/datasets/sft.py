@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from rollouts.training.datasets.chat import (
     RENDER_OPTIONS,
@@ -31,35 +31,6 @@ END_OF_REASONING = "</think>"
 """Ends reasoning that is part of the content."""
 NAMES_REASONING = re.compile(r"""[.'"]reasoning\b""")
 """Matches chat templates that read the key `reasoning` of messages."""
-
-
-class ChatRenderer(Protocol):
-    """A chat template with its tokenizer."""
-
-    @property
-    def end_ids(self) -> Collection[int]:
-        """Special tokens, one of which ends a turn."""
-
-    @property
-    def turn_end(self) -> Sequence[int]:
-        """Tokens that the template appends to an answer: its end token, and what the model does not generate."""
-
-    @property
-    def next_turn(self) -> Mapping[str, int]:
-        """Role -> token with which its message after an answer begins, and with which a model therefore ends the answer
-        (GLM). Empty if the template appends an end token to answers, or begins messages without control tokens."""
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        add_generation_prompt: bool,
-        **template_kwargs: Any,
-    ) -> list[int]:
-        """The token ids of a conversation."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids."""
 
 
 class DroppedTextError(ValueError):
@@ -280,11 +251,11 @@ def _read_template_kwargs(row: Row) -> dict[str, Any]:
 
 
 def render_conversation(
-    conversation: Conversation, chat: ChatRenderer, index: int = 0, roles: Collection[str] = (ASSISTANT,)
+    conversation: Conversation, chat: TemplateRenderer, index: int = 0, roles: Collection[str] = (ASSISTANT,)
 ) -> Sample:
     """Tokens of a conversation up to the last trained turn, with loss on the turns of `roles` and their end tokens.
 
-    The end token is the one that the template appends, or else that of `ChatRenderer.next_turn`. An assistant turn
+    The end token is the one that the template appends, or else that of `TemplateRenderer.next_turn`. An assistant turn
     starts after the generation prompt; a turn of another role includes its header, and consecutive messages of one role
     are one turn. An assistant turn that is empty, or that opens the conversation and so has no prompt, has no loss.
     Each trained turn must extend the previous tokens, as in generation. `ValueError` if a template rewrites earlier
@@ -333,7 +304,7 @@ def _learn_next_turns(
             mask[place] = 1.0
 
 
-def _find_first_turn(conversation: Conversation, chat: ChatRenderer, rendered: list[int]) -> int:
+def _find_first_turn(conversation: Conversation, chat: TemplateRenderer, rendered: list[int]) -> int:
     """Where the first turn begins, such as after a default system message: at the header of its role after an answer.
 
     0 if that header has no control token, as it may be part of a text.
@@ -353,7 +324,7 @@ def _find_first_turn(conversation: Conversation, chat: ChatRenderer, rendered: l
     return next(places, 0)
 
 
-def render_turns(conversation: Conversation, chat: ChatRenderer, index: int = 0) -> list[Sample]:
+def render_turns(conversation: Conversation, chat: TemplateRenderer, index: int = 0) -> list[Sample]:
     """One sample per assistant turn, with the context as rendered when that turn is generated.
 
     For multi-turn conversations with a template that rewrites earlier turns.
@@ -387,7 +358,7 @@ def find_trained_turns(conversation: Conversation, roles: Collection[str] = (ASS
 
 
 def _find_dropped_part(
-    conversation: Conversation, number: int, chat: ChatRenderer, rendered: list[int], start: int
+    conversation: Conversation, number: int, chat: TemplateRenderer, rendered: list[int], start: int
 ) -> str | None:
     """The reasoning, or the text beside calls, of a trained message that is not in its rendered text,
     `rendered[start:]`; None if all is."""
@@ -423,7 +394,7 @@ def _describe_unstable_prefix(
     index: int,
     number: int,
     message: Message,
-    chat: ChatRenderer,
+    chat: TemplateRenderer,
     tokens: list[int],
     before: list[int],
     after: list[int],
@@ -456,7 +427,7 @@ def _describe_unstable_prefix(
     )
 
 
-def find_turn_end(span: list[int], chat: ChatRenderer) -> int:
+def find_turn_end(span: list[int], chat: TemplateRenderer) -> int:
     """Length of the generated part of a turn: up to the first special token that the template appends to it.
 
     What follows is not generated, so it must not have loss: the line break after `<|im_end|>`, a second end token
