@@ -300,13 +300,19 @@ def is_hub_resolvable() -> bool:
     return True
 
 
+def parse_text(value: Any, column: str, what: str = "JSON") -> Any:
+    """A value as it is, unless it is given as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`{column}` is text, but not {what}: {error}") from error
+
+
 def read_list(value: Any, column: str, items: str = "messages") -> list[Any]:
     """A list, or the list that is given as JSON text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"`{column}` is text, but not the JSON of a list of {items}: {error}") from error
+    value = parse_text(value, column, f"the JSON of a list of {items}")
     if not isinstance(value, list):
         raise ValueError(f"`{column}` is a {type(value).__name__}: it must be a list of {items}")
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from rollouts.training.datasets.chat import (
     has_more_than_content,
     read_text,
 )
-from rollouts.training.datasets.rows import Row, iter_rows, read_list
+from rollouts.training.datasets.rows import Row, iter_rows, parse_text, read_list
 from rollouts.training.datasets.sample_files import (
     export_samples_to_huggingface_format as export_samples_to_huggingface_format,
 )
@@ -215,14 +214,8 @@ def read_conversation(row: Row, index: int, template: str = "") -> Conversation:
     Strings are converted to one user and one assistant message. Only the completion has loss. Valid roles are the
     common ones and those in the chat template. `ValueError` names the row and the key.
     """
-    tools = row.get("tools") or None
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"row {index} of the data set: `tools` is not JSON: {error}") from error
     with name_row(index):
-        options = _read_template_kwargs(row)
+        tools, options = parse_text(row.get("tools") or None, "tools"), _read_template_kwargs(row)
     if row.get("messages") is not None:
         return Conversation(_messages(row["messages"], ASSISTANT, "messages", index, template), 0, tools, options)
     if row.get("prompt") is None or row.get("completion") is None:
@@ -237,12 +230,7 @@ def read_conversation(row: Row, index: int, template: str = "") -> Conversation:
 
 def _read_template_kwargs(row: Row) -> dict[str, Any]:
     """The column `chat_template_kwargs`, as an object or its JSON text."""
-    options = row.get("chat_template_kwargs") or {}
-    if isinstance(options, str):
-        try:
-            options = json.loads(options)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"`chat_template_kwargs` is text, but not JSON: {error}") from error
+    options = parse_text(row.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(options, Mapping):
         raise ValueError(f"`chat_template_kwargs` is {options!r}: it must be an object")
     if taken := sorted(options.keys() & RENDER_OPTIONS):

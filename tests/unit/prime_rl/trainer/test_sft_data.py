@@ -395,7 +395,7 @@ def test_truncated_prompts_are_reported_with_their_cure(tmp_path: Path, tokenize
 WRONG_ROWS: list[Any] = [
     ({"input": "a"}, "row 1 .*columns input"),
     ({"messages": [QUESTION, {"content": "x"}]}, "row 1 .*neither text nor a list of messages with a role"),
-    ({"messages": [QUESTION, ANSWER], "tools": "[{"}, "row 1 .*`tools` is not JSON"),
+    ({"messages": [QUESTION, ANSWER], "tools": "[{"}, "row 1 .*`tools` is text, but not JSON"),
     ({"messages": [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}]}, "row 1 .*'image'"),
     ({"messages": [QUESTION, {"role": "assistant", "content": "x \ud83d"}]}, "row 1 .*is not valid Unicode"),
     ({"text": "x \ud83d"}, "row 1 .*is not valid Unicode"),
