@@ -220,14 +220,7 @@ class DecodeAttention:
         self.window_masks.clear()
         self.places = self.cache.locate(self.slots, positions)
 
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "rows heads dim"],
-        k: Float[Tensor, "rows kv_heads dim"],
-        v: Float[Tensor, "rows kv_heads dim"],
-        window: int | None = None,
-    ) -> Float[Tensor, "rows heads dim"]:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         self.cache.store(layer, self.places, k, v)
         queries = decode_queries(q, self.kv_heads)
         if self.repeat > 1:
@@ -329,14 +322,7 @@ class GatheredAttention:
         self.row_positions = position.repeat_interleave(group, dim=1).to(device)
         self.masks: dict[int | None, Tensor] = {}
 
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "tokens heads dim"],
-        k: Float[Tensor, "tokens kv_heads dim"],
-        v: Float[Tensor, "tokens kv_heads dim"],
-        window: int | None = None,
-    ) -> Float[Tensor, "tokens heads dim"]:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         if can_page(q, k, v):
             return self._attend_in_pages(layer, q, k, v, window)
         self.cache.store(layer, self.places, k, v)
@@ -399,14 +385,7 @@ class FlashPrefill:
             self._keys = torch.from_numpy(find_places(tables, chunk, positions)).to(device)
             self._key_ends, self._longest_key = list_ends(starts + lengths, device), metadata.num_keys
 
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "tokens heads dim"],
-        k: Float[Tensor, "tokens kv_heads dim"],
-        v: Float[Tensor, "tokens kv_heads dim"],
-        window: int | None = None,
-    ) -> Float[Tensor, "tokens heads dim"]:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         addresses = self._addresses[layer]
         self._kernels.copy_pages(k, v, addresses, self._places, BLOCK, store=True)
         if self._keys is None:

@@ -203,14 +203,7 @@ class CapturedStep:
         # To a shared buffer, so that graphs do not allocate their own.
         return self._decoder.logits(out, self.delta, self._logits)
 
-    def _attend_by_kernel(
-        self,
-        layer: int,
-        q: Float[Tensor, "rows heads dim"],
-        k: Float[Tensor, "rows kv_heads dim"],
-        v: Float[Tensor, "rows kv_heads dim"],
-        window: int | None = None,
-    ) -> Float[Tensor, "rows heads dim"]:
+    def _attend_by_kernel(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """As `_attend`; reads the pages that a row has, and stores its own keys and values in the last one."""
         assert window is None and self.kernels is not None
         out: Tensor = self.kernels.attend_step(q, k, v, self._addresses[layer], self._tables, self._positions, BLOCK)
@@ -220,11 +213,11 @@ class CapturedStep:
         self,
         mask: Float[Tensor, "rows 1 1 keys"],
         layer: int,
-        q: Float[Tensor, "rows heads dim"],
-        k: Float[Tensor, "rows kv_heads dim"],
-        v: Float[Tensor, "rows kv_heads dim"],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         window: int | None = None,
-    ) -> Float[Tensor, "rows heads dim"]:
+    ) -> Tensor:
         """Attend each row to its cached past and to itself."""
         assert window is None, "models with sliding windows are not captured"
         rows, kv_heads, dim = k.shape

@@ -245,14 +245,7 @@ class PackedAttention:
             self.buckets.append(bucket.to(device, dtype if mode == "sdpa" else None))
         self.inverse: Int[Tensor, " nodes"] = inverse.to(device)
 
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "tokens heads dim"],
-        k: Float[Tensor, "tokens kv_heads dim"],
-        v: Float[Tensor, "tokens kv_heads dim"],
-        window: int | None = None,
-    ) -> Float[Tensor, "tokens heads dim"]:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         if window is not None and window >= self.longest:
             window = None
         if self.mode == "flash":
@@ -277,14 +270,7 @@ class RoundedAttention:
     def __init__(self, attend: AttentionBackend, dtype: torch.dtype) -> None:
         self.attend, self.dtype = attend, dtype
 
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "tokens heads dim"],
-        k: Float[Tensor, "tokens kv_heads dim"],
-        v: Float[Tensor, "tokens kv_heads dim"],
-        window: int | None = None,
-    ) -> Float[Tensor, "tokens heads dim"]:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         k, v = (_Rounding.apply(x, self.dtype) for x in (k, v))  # type: ignore[no-untyped-call]
         return self.attend(layer, q, k, v, window)
 

@@ -228,11 +228,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self,
-        x: Float[Tensor, "tokens hidden"],
-        cos: Float[Tensor, "tokens 1 dim"],
-        sin: Float[Tensor, "tokens 1 dim"],
-        attend: AttentionBackend,
+        self, x: Float[Tensor, "tokens hidden"], cos: Tensor, sin: Tensor, attend: AttentionBackend
     ) -> Float[Tensor, "tokens hidden"]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -63,11 +63,7 @@ class Gemma3Layer(nn.Module):
         self.post_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self,
-        x: Float[Tensor, "tokens hidden"],
-        cos: Float[Tensor, "tokens 1 dim"],
-        sin: Float[Tensor, "tokens 1 dim"],
-        attend: AttentionBackend,
+        self, x: Float[Tensor, "tokens hidden"], cos: Tensor, sin: Tensor, attend: AttentionBackend
     ) -> Float[Tensor, "tokens hidden"]:
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos, sin, attend))
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
