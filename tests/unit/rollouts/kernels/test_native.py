@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from product_kernels import compile_products_alone
 
 from rollouts.kernels import native
 from rollouts.kernels.cpu import runs_here
@@ -65,8 +66,11 @@ def test_libgomp_of_torch_is_found_among_several() -> None:
 
 @needs_kernels
 @pytest.mark.usefixtures("cache_home")
-def test_kernels_of_clang_use_one_thread(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_of_clang_use_one_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     """Its OpenMP needs another library than the one that torch has loaded."""
+    compile_products_alone(monkeypatch, tmp_path)
     monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, "-U__clang__", "-D__clang__"])
     kernels = native.library()
     assert kernels is not None and not kernels.has_threads()
