@@ -24,7 +24,6 @@ CONFIG = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -53,9 +52,9 @@ def attend(
     return torch.cat(outs)
 
 
-def run(requests: list[GenerationRequest], has_pages: bool, **options: Any) -> list[Output]:
+def run(requests: list[GenerationRequest], has_pages: bool, num_layers: int, **options: Any) -> list[Output]:
     """Outputs of an engine with shared pages, as for the decode kernels, or with slots."""
-    model = CausalLM(DecoderConfig.from_hf(CONFIG)).requires_grad_(False)
+    model = CausalLM(DecoderConfig.from_hf(CONFIG | {"num_hidden_layers": num_layers})).requires_grad_(False)
     init_weights(model, 0)
     recorder = SimpleNamespace(warm_up=lambda step: step(), record=lambda step: step)
     engine = EmbeddedEngine(model, exact=False, recorder=None if has_pages else recorder, **options)
@@ -70,8 +69,10 @@ def run(requests: list[GenerationRequest], has_pages: bool, **options: Any) -> l
 
 
 @pytest.mark.parametrize("has_pages", [True, False])
-@pytest.mark.parametrize("budget", [64, 2048])
-def test_flash_prefill_equals_gathered_attention(budget: int, has_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("budget", "num_layers"), [(64, 1), (2048, 2)])
+def test_flash_prefill_equals_gathered_attention(
+    budget: int, num_layers: int, has_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts in one or several chunks, alone and together, some with a shared prefix."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("no triton; cure: make test-extras")
@@ -81,7 +82,7 @@ def test_flash_prefill_equals_gathered_attention(budget: int, has_pages: bool, m
     shared = torch.randint(97, (BLOCK + 2,), generator=draw).tolist()
     prompts = [*(torch.randint(97, (n,), generator=draw).tolist() for n in (1, 30)), shared, [*shared, 5, 6]]
     requests = [GenerationRequest(p, SamplingParams(max_tokens=3, seed=i)) for i, p in enumerate(prompts)]
-    expected = run(requests, has_pages, max_num_batched_tokens=budget)
+    expected = run(requests, has_pages, num_layers, max_num_batched_tokens=budget)
     built: list[bool] = []
 
     def build(decoder: Any, cache: Any, metadata: Any) -> FlashPrefill:
@@ -91,7 +92,7 @@ def test_flash_prefill_equals_gathered_attention(budget: int, has_pages: bool, m
     monkeypatch.setattr(scheduler, "MAX_CHUNK_ROWS", 0)
     monkeypatch.setattr(attention, "flash_attention", attend)
     monkeypatch.setattr(model_runner, "build_gathered", build)
-    found = run(requests, has_pages, max_num_batched_tokens=budget)
+    found = run(requests, has_pages, num_layers, max_num_batched_tokens=budget)
     assert False in built and (True in built or budget > 64)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.token_ids == theirs.token_ids

@@ -24,7 +24,7 @@ def find_tokens(logits: Tensor, noise: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_drawn_tokens(vocab: int) -> None:
-    logits, noise = 3 * torch.randn(40, vocab), torch.rand(40, dtype=torch.float64)
+    logits, noise = 3 * torch.randn(16, vocab), torch.rand(16, dtype=torch.float64)
     tokens, logprobs = sample(logits, noise)
     assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
     assert torch.equal(tokens, find_tokens(logits, noise))
@@ -35,12 +35,12 @@ def test_drawn_tokens(vocab: int) -> None:
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_most_likely_tokens(vocab: int) -> None:
     """The first of equal ones; in all rows without noise, and in those whose noise is negative."""
-    logits = torch.randint(5, (20, vocab)).float()
+    logits = torch.randint(5, (8, vocab)).float()
     tokens, logprobs = sample(logits, None)
     first = (logits == logits.amax(-1, keepdim=True)).double().argmax(-1)
     assert torch.equal(tokens, first)
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1), rtol=1e-6, atol=2e-6)
-    noise = torch.rand(20, dtype=torch.float64)
+    noise = torch.rand(8, dtype=torch.float64)
     noise[::2] = -1
     mixed, _ = sample(logits, noise)
     assert torch.equal(mixed[::2], first[::2]) and torch.equal(mixed[1::2], sample(logits, noise.abs())[0][1::2])
