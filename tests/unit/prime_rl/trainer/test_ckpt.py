@@ -30,7 +30,7 @@ from rollouts.training.manifests import read_manifest
 from rollouts.training.metrics import load_jsonl, load_last_attempts
 from rollouts.training.steps import complete_steps, find_damage, prune_commits, publish_dir, step_path
 
-MODEL = {"name": "tiny-qwen3", "debug": {"random_init": True}}
+MODEL = {"name": "tiny-qwen3", "debug": {"random_init": True, "num_layers": 1}}
 
 
 def rl_config(output_dir: Path, **changes: Any) -> TrainConfig:
@@ -288,18 +288,19 @@ def test_nothing_on_disk_is_a_pickle(tmp_path: Path) -> None:
 
 
 def test_foreign_checkpoints_are_rejected(tmp_path: Path) -> None:
-    backend = build_backend(rl_config(tmp_path))
+    model = {**MODEL, "debug": {"random_init": True}}
+    backend = build_backend(rl_config(tmp_path, model=model))
     for parameter in backend.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     backend.stepper.step()
     save_checkpoint(tmp_path, 1, backend.parameters, backend.stepper, {})
-    smaller = build_backend(rl_config(tmp_path, model={**MODEL, "debug": {"random_init": True, "num_layers": 1}}))
+    smaller = build_backend(rl_config(tmp_path))
     with pytest.raises(
         ValueError, match=r"another model\.name: model\.layers\.1\..* is in it only; use the original model\.name"
     ):
         load_checkpoint(tmp_path, 1, smaller.parameters, smaller.stepper)
-    muon = build_backend(rl_config(tmp_path, optim={"type": "muon", "lr": 1e-2}))
-    sgd = build_backend(rl_config(tmp_path, optim={"type": "sgd", "lr": 1e-2}))
+    muon = build_backend(rl_config(tmp_path, model=model, optim={"type": "muon", "lr": 1e-2}))
+    sgd = build_backend(rl_config(tmp_path, model=model, optim={"type": "sgd", "lr": 1e-2}))
     for other in (muon, sgd):
         with pytest.raises(ValueError, match=r"optim\.type"):
             load_checkpoint(tmp_path, 1, other.parameters, other.stepper)
@@ -335,8 +336,7 @@ def test_a_checkpoint_of_other_parameters_names_the_key(
     saved: dict[str, Any], resumed: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     def build(changes: dict[str, Any]) -> Backend:
-        debug = {"random_init": True, "num_layers": 1}
-        model = {**MODEL, "debug": debug, "seq_len": 32, "lora": changes.get("lora")}
+        model = {**MODEL, "seq_len": 32, "lora": changes.get("lora")}
         return build_backend(rl_config(tmp_path, model=model, **{n: v for n, v in changes.items() if n != "lora"}))
 
     one, two = build(saved), build(resumed)
