@@ -1,0 +1,5 @@
+"""Types of answers."""
+
+
+class Completion:
+    """Of a prompt."""

@@ -1,0 +1,5 @@
+"""Types of answers."""
+
+
+class ChatCompletion:
+    """Of messages."""
