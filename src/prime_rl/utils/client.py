@@ -16,7 +16,7 @@ import msgspec
 
 from prime_rl.client.http import HttpPool, Reply, read_retry_after
 from prime_rl.client.request_batcher import PendingResponses, RequestBatcher
-from rollouts.training.environments.answers import completion_types, read_completion
+from rollouts.training.environments.answers import read_completion
 from rollouts.training.environments.protocol import describe_failure
 from rollouts.training.proxies import build_http_client, needs_proxy
 
