@@ -10,12 +10,13 @@ from dev.gpu.context import Context, Measured, measure_error, small_shape, write
 from dev.gpu.training import build_samples
 
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.learner import NanochatTrainer, NLLLoss
+from nanochat.learner import NanochatTrainer
 from nanochat.optim import build_optimizer
 from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.backends.pytorch_factory import create_pytorch_backend
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.batching import pad_samples
+from rollouts.training.rl_losses import nll_loss
 
 LENGTHS = [40, 7, 33, 12]
 
@@ -57,8 +58,10 @@ def compare_nanochat(context: Context) -> Measured:
         model.init_weights(0)
         start = torch.cat([p.detach().flatten() for p in model.parameters()])
         model = model.to(device)
-        loss, optimizer = NLLLoss(), build_optimizer(model)
-        trainer = NanochatTrainer(model, optimizer, loss, ranks=Ranks(device=device), micro_batch_size=2, dtype=dtype)
+        optimizer = build_optimizer(model)
+        trainer = NanochatTrainer(
+            model, optimizer, nll_loss, ranks=Ranks(device=device), micro_batch_size=2, dtype=dtype
+        )
         for _ in range(3):
             trainer.learn(samples)
         models.append([torch.cat([p.detach().cpu().flatten() for p in model.parameters()]) - start])
