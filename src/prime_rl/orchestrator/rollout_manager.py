@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -59,12 +60,17 @@ class GroupGenerator:
 
         return await self.servers.run(group_index, generate)
 
+    @cached_property
+    def _replays_support(self) -> bool:
+        """As the config says, once instead of for every rollout."""
+        return self.config.replays_support
+
     async def _generate(self, group_index: int, prompt: Prompt, client: Any) -> list[Sample]:
         version = self.servers.version.live
         config, sampling = self.config, self.config.sampling
         seed = config.seed if sampling.seed is None else sampling.seed
         args = [
-            build_sampling_args(sampling, sample_seed(seed, group_index, index), return_support=config.replays_support)
+            build_sampling_args(sampling, sample_seed(seed, group_index, index), return_support=self._replays_support)
             for index in range(config.rollouts_per_example)
         ]
         self.tokens.drop(group_index, DropReason.INTERRUPTED)  # of an earlier try, whose server was lost
@@ -119,7 +125,7 @@ class GroupGenerator:
             samples = [] if rollout.failed else rollout_to_samples(rollout, group_index=group_index, index=index)
             if not rollout.failed and not samples:
                 raise ValueError("the server returned no token ids and log-probs: it must support return_token_ids")
-            if self.config.replays_support and not all(sample.sampling_support for sample in samples):
+            if self._replays_support and not all(sample.sampling_support for sample in samples):
                 raise ValueError(
                     f"the server did not return the tokens that sampling.{self.config.sampling.truncation} left: only "
                     "the embedded engine does; unset it, or accept biased ratios with sampling_support_replay = false"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -266,8 +265,8 @@ CALLING = [
 
 def test_contexts_show_tool_calls() -> None:
     rollout = Rollout(prompt="", completion=CALLING, reward=1.0, turns=[Turn([1], [7], [-0.5])])
-    maker = SimpleNamespace(config=OrchestratorConfig(), teacher=object())
-    [sample] = GroupGenerator._to_samples(maker, rollout, "world", 0, 0, 0)
+    maker = GroupGenerator(OrchestratorConfig(), {}, cast(Any, None), teacher=cast(Any, object()))
+    [sample] = maker._to_samples(rollout, "world", 0, 0, 0)
     shown = 'call add: {"a": 1}\ntool: 2\nIt is 2.'
     [outcome] = read_outcomes([sample]).values()
     assert [outcome] == to_outcomes([rollout]) == [RolloutOutcome(0, shown, 1.0)]
