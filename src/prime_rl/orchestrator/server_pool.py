@@ -77,7 +77,6 @@ class ServerPool:
         """Server -> time of its loss and the reason."""
         self.num_recovered = 0
         self._foreign: set[int] = set()  # servers whose weights may be of another run, whatever their version
-        self._loading: set[int] = set()  # servers that load a version which updates do not wait for
         self._ready_timeout_s, self._weights_timeout_s = ready_timeout_s, weights_timeout_s
         self._work: list[set[anyio.CancelScope]] = [set() for _ in engines]
 
@@ -101,9 +100,8 @@ class ServerPool:
     @property
     def reachable(self) -> list[int]:
         """Servers that take part in weight updates; all if the pool is not elastic, or if none is reachable."""
-        usable = [i for i in range(self.num_servers) if i not in self._loading]
-        available = [i for i in usable if i not in self.unreachable]
-        return available if self.is_elastic and available else usable
+        available = [i for i in range(self.num_servers) if i not in self.unreachable]
+        return available if self.is_elastic and available else list(range(self.num_servers))
 
     def choose(self, number: int) -> int:
         """The server for work item `number`; items of a lost server are spread over the others."""
@@ -201,16 +199,11 @@ class ServerPool:
     async def recover(self, servers: Sequence[int]) -> None:
         """Load the live version concurrently on servers that returned or restarted.
 
-        Skipped during an update, which includes every reachable server, and during another recovery.
+        Skipped during an update, which includes every server, and during another recovery.
         """
-        servers = [i for i in servers if i not in self._loading]
-        if not servers or self.version.lock.locked():
-            return
-        if self.is_elastic and not self.is_below_minimum:
-            await run_concurrently(self._rejoin, servers)
-            return
-        async with self.version.lock:
-            await run_concurrently(self._recover, servers)
+        if servers and not self.version.lock.locked():
+            async with self.version.lock:
+                await run_concurrently(self._recover, servers)
 
     async def wait_for_recovery(self, error: WeightSyncError) -> bool:
         """After a failed update: whether a retry may succeed.
@@ -231,12 +224,9 @@ class ServerPool:
         for i, engine in enumerate(self.engines):
             if (problem := states.get(str(engine), "ok")) != "ok":
                 self._mark_unreachable(i, problem)
-                self.cancel_server_work(i)
         while self.is_below_minimum:
             await anyio.sleep(POLL_INTERVAL_S)
             for i, (since, problem) in list(self.unreachable.items()):
-                if i in self._loading:  # its load must not come after that of the update
-                    continue
                 try:
                     await read_health(self.clients[i])
                 except Exception:
@@ -245,42 +235,23 @@ class ServerPool:
                     del self.unreachable[i]  # the retried update loads the version
         return True
 
-    async def _rejoin(self, i: int) -> None:
-        """Recover a server that the run goes on without. Updates do not wait for its load, which may hang; if another
-        version is live after it, they wait for a second one."""
-        if i in self.unreachable:
-            self._loading.add(i)
-            try:
-                if not await self._load_returned(i):
-                    return
-            finally:
-                self._loading.discard(i)
-        async with self.version.lock:
-            await self._recover(i)
-
     async def _recover(self, i: int) -> None:
-        if await self._load_returned(i, is_checked=True) and self.unreachable.pop(i, None) is not None:
-            self.num_recovered += 1
-            logger.success(f"{self.engines[i]} recovered: serves version {self.version.live}")
-
-    async def _load_returned(self, i: int, *, is_checked: bool = False) -> bool:
-        """Load the live version on a server that returned; with `is_checked` verify it. False if it is lost again."""
 
         async def load() -> None:
-            answer = await self._load_live(i, await read_health(self.clients[i]))
-            if is_checked:
-                await self._check_canary(i, answer)
+            await self._check_canary(i, await self._load_live(i, await read_health(self.clients[i])))
 
         try:
             await self.run_together([i], load)
         except CanaryMismatch:
             raise
         except ServerUnavailable:
-            return False
+            return
         except Exception as error:
             self._mark_unreachable(i, str(error))
-            return False
-        return True
+            return
+        if self.unreachable.pop(i, None) is not None:
+            self.num_recovered += 1
+            logger.success(f"{self.engines[i]} recovered: serves version {self.version.live}")
 
     async def _load_live(self, i: int, health: Health, attempts: int = 1) -> dict[str, Any]:
         """Load the live version unless the server has it or reports none; returns its answer, else its numerics.

@@ -127,15 +127,11 @@ class WeightRelay:
 
     async def _update(self, reachable: Sequence[int], step: int, path: Path, loaded: dict[int, dict[str, Any]]) -> None:
         """One attempt. `loaded` has the responses of servers that loaded the version in an earlier attempt; they do not
-        load it again, so the cost does not grow with the number of failures. Once half of the others and `min_servers`
-        have it, the update does not wait much longer."""
+        load it again, so the cost does not grow with the number of failures."""
         engines = self.servers.engines
         pending = [i for i in reachable if i not in loaded]
-        needed = max(self.servers.min_servers - len(loaded), (len(pending) + 1) // 2)
         try:
-            answers = []
-            if pending:
-                answers = await sync_weights_to_engines([engines[i] for i in pending], str(path), needed=needed)
+            answers = await sync_weights_to_engines([engines[i] for i in pending], str(path)) if pending else []
         except WeightSyncError as error:
             loaded.update({i: answer for i, answer in zip(pending, error.answers, strict=False) if answer})
             raise

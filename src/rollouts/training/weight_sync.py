@@ -23,8 +23,6 @@ CONTROL_TIMEOUT_S = 30.0  # of requests that load nothing
 MAX_LISTED = 16
 """With more engines, an error message only lists those that failed."""
 NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)  # of servers without the route
-PATIENCE, LEAST_PATIENCE_S = 3.0, 60.0
-"""Engines beyond the needed ones may take this multiple of the time of those, and at least so many seconds."""
 
 
 class FailureKind(StrEnum):
@@ -274,13 +272,10 @@ async def update_vllm_weights_from_disk(
     return await VLLMEngine(base_url, timeout).update_weights_from_checkpoint(checkpoint_path)
 
 
-async def sync_weights_to_engines(
-    engines: Sequence[InferenceEngine], checkpoint_path: str, *, needed: int | None = None
-) -> list[dict[str, Any]]:
+async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint_path: str) -> list[dict[str, Any]]:
     """Load `checkpoint_path` on all engines concurrently; returns the responses in engine order.
 
     Raises `WeightSyncError` listing every engine's state unless all succeed; `ValueError` without engines or path.
-    Once `needed` engines have loaded (None: all), the others count as unreachable after `PATIENCE` times as long.
     """
     if not engines:
         raise ValueError("no engine to load the weights: pass at least one")
@@ -288,25 +283,14 @@ async def sync_weights_to_engines(
         raise ValueError("no checkpoint_path: pass the directory of the weights")
     answers: list[dict[str, Any]] = [{} for _ in engines]
     errors: dict[int, EngineError] = {}
-    scopes, start, num_loaded = [anyio.CancelScope() for _ in engines], anyio.current_time(), 0
 
     async def load(i: int) -> None:
-        nonlocal num_loaded
         try:
-            with scopes[i] as scope:
-                answers[i] = await engines[i].update_weights_from_checkpoint(checkpoint_path)
-            if scope.cancelled_caught:
-                raise EngineError(FailureKind.UNREACHABLE, f"still loading after {anyio.current_time() - start:.0f} s")
+            answers[i] = await engines[i].update_weights_from_checkpoint(checkpoint_path)
         except EngineError as error:
             answers[i], errors[i] = {"success": False, "message": str(error)}, error
         except Exception as error:
             answers[i] = {"success": False, "message": f"{type(error).__name__}: {error}"}
-        if _succeeded(answers[i]):
-            num_loaded += 1
-            if num_loaded == needed:
-                seconds = max(PATIENCE * (anyio.current_time() - start), LEAST_PATIENCE_S)
-                for scope in scopes:
-                    scope.deadline = start + seconds
 
     await run_concurrently(load, range(len(engines)))
     failed = {i for i, answer in enumerate(answers) if not _succeeded(answer)}

@@ -7,7 +7,6 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from fake_servers import FakeSGLang, FakeVLLM, serve_fakes
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from rollouts.training import weight_sync
 from rollouts.training.weight_sync import (
     EngineError,
     FailureKind,
@@ -236,22 +234,3 @@ def test_what_cannot_be_an_engine_is_named() -> None:
         anyio.run(sync_weights_to_engines, [SGLangEngine("http://localhost:1")], "")
     engine = SGLangEngine("http://localhost:30000")
     assert engine.timeout == VLLMEngine("http://localhost:30001").timeout == 300.0
-
-
-@both_loops
-def test_needed_engines_do_not_wait_long_for_the_others(
-    loop: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Engine:
-        def __init__(self, seconds: float) -> None:
-            self.seconds = seconds
-
-        async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-            await anyio.sleep(self.seconds)
-            return {"success": True}
-
-    monkeypatch.setattr(weight_sync, "LEAST_PATIENCE_S", 0.05)
-    sync = partial(sync_weights_to_engines, needed=2)
-    with pytest.raises(WeightSyncError, match="Engine: unreachable: still loading after 0 s") as error:
-        run(loop, sync, [Engine(0), Engine(60), Engine(0.01)], checkpoint)
-    assert error.value.is_transient and list(map(bool, error.value.answers)) == [True, False, True]

@@ -20,7 +20,6 @@ from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.servers import build_engines
 from prime_rl.orchestrator.weight_relay import MAX_ATTEMPTS, WeightRelay
 from prime_rl.transport.broadcast import BROADCAST_FILE
-from rollouts.training import weight_sync
 from rollouts.training.steps import publish_step
 from rollouts.training.weight_sync import EngineError, FailureKind, WeightSyncError
 
@@ -31,7 +30,7 @@ class Server:
     def __init__(self, number: int) -> None:
         self.root_url = self.base_url = f"http://server{number}"
         self.there, self.version, self.awaits_weights, self.silent = True, 0, False, False
-        self.is_paused, self.num_started = False, 0
+        self.is_paused = False
         self.loads: list[int] = []
         self.numerics: dict[str, Any] = {}
 
@@ -50,9 +49,8 @@ class Server:
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()
-        self.num_started += 1
-        while self.silent:
-            await anyio.sleep(0.005)
+        if self.silent:
+            await anyio.sleep_forever()
         if not self.there:
             raise EngineError(FailureKind.UNREACHABLE, "connection refused")
         self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
@@ -457,7 +455,7 @@ async def test_update_skips_lost_server(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_recovery_of_a_server_lost_again_stops(tmp_path: Path) -> None:
-    """Its load would hang until the time limit."""
+    """Its load would hang until the time limit, and updates of all servers wait for it."""
     pool = Servers(tmp_path, 3, 2)
     await pool.publish(1)
     gone = pool.servers[1]
@@ -465,7 +463,7 @@ async def test_recovery_of_a_server_lost_again_stops(tmp_path: Path) -> None:
     gone.restart()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(pool.server_pool.monitor)
-        await until(lambda: gone.num_started == 2)
+        await until(pool.version.lock.locked)
         gone.there = False
         with anyio.fail_after(10):
             await pool.publish(2)
@@ -474,27 +472,6 @@ async def test_recovery_of_a_server_lost_again_stops(tmp_path: Path) -> None:
         gone.restart()
         await until(lambda: gone.version == 2)
         tasks.cancel_scope.cancel()
-    assert gone.loads == [1, 2]
-
-
-@pytest.mark.anyio
-async def test_updates_go_on_without_a_load_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without its file system: the server itself responds."""
-    monkeypatch.setattr(weight_sync, "LEAST_PATIENCE_S", 0.05)
-    pool = Servers(tmp_path, 3, 1)
-    stuck = pool.servers[1]
-    stuck.silent = True
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(pool.server_pool.monitor)
-        with anyio.fail_after(10):
-            await pool.publish(1)
-            await until(lambda: stuck.num_started == 2)  # it is tried again, beside updates
-            await pool.publish(2)
-        assert [server.version for server in pool.servers] == [2, 0, 2] and list(pool.server_pool.unreachable) == [1]
-        stuck.silent = False
-        await until(lambda: not pool.server_pool.unreachable)
-        tasks.cancel_scope.cancel()
-    assert stuck.loads == [1, 2] and [server.loads for server in pool.servers[::2]] == [[1, 2], [1, 2]]
 
 
 @pytest.mark.anyio
