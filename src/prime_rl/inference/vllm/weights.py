@@ -38,6 +38,8 @@ class WeightUpdater:
         self.awaits_weights = config.server.wait_for_weights
         self.broken: str | None = None
         """Why the weights are unknown; None if they are not."""
+        self._was_paused = False
+        """Before the update, or before those since the weights are unknown."""
         self.broadcast: Broadcast | None = None
         self._name, self._output_dir, self._port = config.name, config.output_dir, config.server.port
         self._model_dir = self._loaded_dir = model_dir
@@ -112,8 +114,11 @@ class WeightUpdater:
         # A request keeps its adapter: if the policy switches between adapter and none, running requests end first.
         changes = (adapter is None) != (self._adapter is None)
         async with self._updating:
+            if adapter is not None and self.broken is not None:  # the weights that it would change are unknown
+                raise ApiError(self.broken, 503, "weight_dir")
             start = time.time()
-            was_paused = self.broken is None and bool(await client.is_paused())
+            if self.broken is None:
+                self._was_paused = bool(await client.is_paused())
             if changes:
                 self._settled.clear()
             try:
@@ -121,7 +126,7 @@ class WeightUpdater:
                 try:
                     report = await self._load_frozen(client, directory, adapter)
                 except Exception as error:
-                    await self._restore(client, error, adapter, was_paused)
+                    await self._restore(client, error, adapter)
                     if self.broken is not None:
                         raise ApiError(self.broken, 503, "weight_dir") from error
                     raise ApiError(f"{error}; version {self.version} stays in service", param="weight_dir") from error
@@ -131,7 +136,7 @@ class WeightUpdater:
                 self._loaded_dir = self._loaded_dir if adapter is not None else directory
                 self._policy = None if adapter is None else build_lora_request(adapter)
                 self.awaits_weights = False
-                if not was_paused:
+                if not self._was_paused:
                     await client.resume_generation()
             finally:
                 self._settled.set()
@@ -167,7 +172,7 @@ class WeightUpdater:
             report["digests"] = {k: v for k, v in report["digests"].items() if other["digests"].get(k) == v}
         return report
 
-    async def _restore(self, client: Any, reason: Exception, failed: Path | None, was_paused: bool) -> None:
+    async def _restore(self, client: Any, reason: Exception, failed: Path | None) -> None:
         """Roll back after a failed load; if that fails too, reject all further requests."""
         try:
             if failed is None:  # loading an adapter does not change the model
@@ -181,7 +186,8 @@ class WeightUpdater:
             self.broken = f"failed to load the new weights and to restore the old ones ({reason}; {error}): restart it"
             logger.error(self.broken)
             return
-        if not was_paused:
+        self.broken = None
+        if not self._was_paused:
             await client.resume_generation()
 
     def wrap_generate(self, client: Any) -> None:

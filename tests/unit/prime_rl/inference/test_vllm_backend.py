@@ -516,9 +516,24 @@ def test_weights_that_cannot_be_trusted_leave_vllm_as_it_was(routes: tuple[Starl
         assert client.calls[-1] == "load step_1", "not resumed"
         assert (await http.get("/health")).status_code == 503
         assert (await http.post("/v1/chat/completions", json={"model": "m"})).status_code == 503
+        client.vllm_config.lora_config = object()
+        reply = await update(publish_adapter(root, 4))
+        assert reply.status_code == 503 and "restore the old ones" in reply.text, "the weights below it are unknown"
+        client.failing = {"step_3"}
+        reply = await update(refused)
+        assert reply.status_code == 400 and "version 1 stays in service" in reply.text and not client.paused
+        assert (await http.get("/health")).json()["version"] == 1
+        client.failing = {"step_3", "step_1"}
+        assert (await update(refused)).status_code == 503 and client.paused
         client.failing = set()
         assert (await http.post("/reload_weights")).json()["version"] == 0
         assert not client.paused, "its weights are known again"
+        client.failing = {"step_3", MODEL_DIR.name}
+        await http.post("/pause")
+        assert (await update(refused)).status_code == 503
+        client.failing = set()
+        assert (await http.post("/reload_weights")).status_code == 200 and client.paused, "as before the failure"
+        await http.post("/resume")
         assert (await http.get("/health")).json() == {"status": "ok", "version": 0} | NUMERICS
 
     talk(app, use)
