@@ -35,9 +35,9 @@ class Stopwatch:
     def add(self, attempt: Any, step: int, start: float, end: float, *, is_interval: bool) -> None:
         """Add a row of `attempt` from unix second `start` to `end`; an interval of a timeline completes no step.
 
-        Rows of a completed step do not count: a resume may repeat its validation after a pause.
+        Rows after the start of a later attempt do not count: a resume may repeat the validation of a step.
         """
-        if (steps := self._steps.get(attempt)) and step <= steps[-1][0]:
+        if any((other or 0) > (attempt or 0) and begun <= end for other, (begun, _) in self._spans.items()):
             return
         first, last = self._spans.get(attempt, (start, end))
         self._spans[attempt] = (min(first, start), max(last, end))

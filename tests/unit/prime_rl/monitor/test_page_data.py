@@ -142,8 +142,9 @@ def test_duration_counts_training_only() -> None:
     steps = [row("sft", 10.0 * step, step=step, attempt=0, **{"loss/mean": 1.0}) for step in range(1, 4)]
     values: list[dict[str, Any]] = [{"timeline/start": 8990.0}, {"val_loss/mean": 1.0}]
     late = [row("sft", 9000.0, step=3, attempt=0, **found) for found in values]
-    assert seconds([*steps, *late]) == 20, "a validation that a resume repeated"
+    assert seconds([*steps, *late]) == 8990, "a validation of the last step"
     begun = row("sft", 8000.0, step=3, attempt=1)
+    assert seconds([begun, *steps, *late]) == 20, "a validation that a resume repeated"
     timing = find_timing([begun, *steps], 20)
     assert (timing.seconds, timing.until, timing.finish) == (20, 8000, None), "a resume that has no metrics yet"
     assert seconds([row("orchestrator", 1.0), row("orchestrator", 3.0)]) == 2
