@@ -155,7 +155,9 @@ class WeightRelay:
         """Whether the update can be retried: see `ServerPool.wait_for_recovery`."""
         if not await self.servers.wait_for_recovery(error):
             return False
-        return self.ema_servers is None or await self.ema_servers.wait_for_recovery(error)
+        if self.ema_servers is None or not error.is_transient:
+            return True
+        return await self.ema_servers.wait_for_recovery(error)
 
     def _describe_lost(self, reachable: Sequence[int], path: Path) -> WeightSyncError:
         """The error for servers that became unreachable during an update."""
