@@ -52,7 +52,7 @@ async def _repeat(interval_s: float, work: Callable[[], Awaitable[None]]) -> Non
         try:
             await work()
         except Exception:
-            logger.exception(f"{work.__name__} failed; it is repeated")
+            logger.exception(f"Background task {work.__name__} failed; it goes on")
 
 
 class TrainingService:
