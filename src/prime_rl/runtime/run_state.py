@@ -76,8 +76,10 @@ def is_alive(process: ProcessIdentity) -> bool | None:
         return _start_ticks(process.pid) == process.started
     try:
         os.kill(process.pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
     return True
 
 
