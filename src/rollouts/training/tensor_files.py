@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,4 +62,9 @@ def _release_pages(tensor: Tensor) -> None:
         page, start = mmap.PAGESIZE, tensor.data_ptr()
         first, end = -(-start // page) * page, (start + tensor.nbytes) // page * page
         if end > first:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+            _load_libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+
+
+@cache
+def _load_libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
