@@ -5,7 +5,7 @@
 Answers copy or edit text of their prompt, in groups of one prompt; free answers continue short openings at temperature
 1. Answers repeat at temperature 0, and at temperature 1 after `TRAIN_STEPS` steps of `sft` on such tasks, as in RL of a
 trained model: these cases end with "trained". Without training, half of the tokens at temperature 1 differ from those
-of the prompt. Prompts are new in every repeat. Both engines must return the same tokens and log-probs. Prints medians
+of the prompt. Prompts are new in every repeat. Both must give the same tokens and log-probs. Prints medians
 of wall time on an idle machine with their thresholds, writes JSON, and exits with 1 when one is missed.
 """
 
@@ -183,31 +183,35 @@ def measure(arguments: argparse.Namespace, model_dir: Path, cases: list[Case]) -
     from prime_rl.runtime.tokenizer import load_tokenizer
     from prime_rl.trainer.models.registry import load_decoder, load_eos_ids
 
-    tokenizer, eos_ids, found = load_tokenizer(str(model_dir)), load_eos_ids(model_dir), []
-    engines = {}
-    for speculation in (False, True):
-        model = load_decoder(model_dir, dtype=getattr(torch, arguments.dtype))
-        engines[speculation] = EmbeddedEngine(
-            model, eos_ids=eos_ids, exact=not arguments.fast, speculation=speculation, max_running=64
-        )
+    tokenizer, found = load_tokenizer(str(model_dir)), []
+    engine = EmbeddedEngine(
+        load_decoder(model_dir, dtype=getattr(torch, arguments.dtype)),
+        eos_ids=load_eos_ids(model_dir),
+        exact=not arguments.fast,
+        max_running=64,
+    )
+    scheduler = engine._scheduler  # one engine for both: of two copies of the weights, one may be in slower memory
+    drafters = {True: scheduler.drafter, False: None}
     for case in cases:
         if arguments.only not in case.name:
             continue
         ratios, speeds = [], []
-        before = engines[True].stats()
+        before = engine.stats()
         repeats = arguments.repeats * (OTHER_REPEATS if case.least == MIN_OTHER else 1)
         for seed in range(repeats + 1):
             rng = random.Random(f"{case.name} {seed}")  # new prompts for every repeat
             prompts = [tokenizer.encode(case.prompt(rng)) for _ in range(case.num // case.group)]
             seconds, outputs = {}, {}
             for speculation in (False, True) if seed % 2 else (True, False):
-                seconds[speculation], outputs[speculation] = generate(engines[speculation], case, prompts, seed)
+                scheduler.clear_prefix_cache()  # the other turn had the same prompts
+                scheduler.drafter = drafters[speculation]
+                seconds[speculation], outputs[speculation] = generate(engine, case, prompts, seed)
             if outputs[True] != outputs[False]:
                 raise SystemExit(f"{case.name}: speculation changed the answers")
             if seed:  # the first round warms up
                 ratios.append(seconds[False] / seconds[True])
                 speeds.append(sum(len(tokens) for tokens, _ in outputs[True]) / seconds[True])
-        after = engines[True].stats()
+        after = engine.stats()
         drafted = after.drafted_tokens - before.drafted_tokens
         accepted = after.accepted_tokens - before.accepted_tokens
         detail = f"{statistics.median(speeds):.1f} tok/s, {accepted} of {drafted} drafted tokens accepted"
