@@ -11,7 +11,7 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,10 +119,15 @@ def run_tool(argv: Sequence[str], elsewhere: str) -> str:
 
 def render_template(path: Path, **values: Any) -> str:
     """A Jinja2 template with the filter `quote` for shell words; `OSError` or `TemplateError` if it is invalid."""
+    return _compile_template(path.read_text(encoding="utf-8")).render(**values)
+
+
+@cache
+def _compile_template(text: str) -> Any:
     import jinja2
 
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    return environment.from_string(path.read_text(encoding="utf-8")).render(**values)
+    return environment.from_string(text)
