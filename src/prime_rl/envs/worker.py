@@ -29,7 +29,6 @@ from prime_rl.runtime.framing import FrameChannel, receive_frame, send_frame
 from prime_rl.runtime.process_tree import set_parent_death_signal
 from prime_rl.utils.client import InferenceClient, ServerSpec, build_client
 from rollouts.training.agent_integration import Rollout
-from rollouts.training.environments.answers import completion_types
 from rollouts.training.environments.protocol import Environment, locate_error
 from rollouts.training.row_digests import sort_set
 from rollouts.training.types import as_plain
@@ -367,7 +366,6 @@ def main() -> int:
             send_frame(control, encode(Loaded(error=message)))
         return 0
     quiet_libraries()
-    completion_types()  # preload what the first request needs
     gc.freeze()  # exclude loaded libraries from garbage collection
     # The parent handles Ctrl-C and closes the connection. SIG_IGN would be passed on to programs that this one starts.
     signal.signal(signal.SIGINT, lambda *_: None)

@@ -1,11 +1,16 @@
-"""Chat responses as `openai` types, which `verifiers` expects, filled with lightweight structs."""
+"""Chat responses as `openai` types where `verifiers` expects them, filled with lightweight structs."""
 
 from __future__ import annotations
 
-from functools import cache
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+
+
+class Response(SimpleNamespace):
+    """A response where the types of `openai` are not imported, so that nothing can test for them."""
 
 
 class FunctionCall(msgspec.Struct):
@@ -110,23 +115,23 @@ def read_completion(data: bytes, *, chat: bool) -> Any:
 
 
 def as_completion(answer: Answer, *, chat: bool) -> Any:
-    """A `ChatCompletion` or `Completion` with our fields, built without its validation (which costs milliseconds)."""
-    kind: Any = completion_types()[0 if chat else 1]
+    """A completion with our fields: a `ChatCompletion` or `Completion` of `openai` if that package is imported.
+
+    It is built without their validation, which costs milliseconds; the import takes over a second.
+    """
+    fields = {name: getattr(answer, name) for name in Answer.__struct_fields__}
+    if "openai" not in sys.modules:
+        return Response(**fields)
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    kind: Any = ChatCompletion if chat else Completion
     completion = kind.__new__(kind)
-    completion.__dict__.update({name: getattr(answer, name) for name in Answer.__struct_fields__})
+    completion.__dict__.update(fields)
     for slot in ("__pydantic_extra__", "__pydantic_private__"):
         object.__setattr__(completion, slot, None)
-    object.__setattr__(completion, "__pydantic_fields_set__", set(Answer.__struct_fields__))
+    object.__setattr__(completion, "__pydantic_fields_set__", set(fields))
     return completion
 
 
 _decode_answer = msgspec.json.Decoder(Answer).decode
-
-
-@cache
-def completion_types() -> tuple[type, type]:
-    """The `openai` types of a chat completion and of a text completion."""
-    from openai.types import Completion
-    from openai.types.chat import ChatCompletion
-
-    return ChatCompletion, Completion
