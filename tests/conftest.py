@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest import logging as pytest_logging
 from hypothesis import settings
 
 # No deadline: the time of an example depends on the load of the machine.
@@ -61,8 +63,9 @@ def _same_random_numbers(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        # Until CUDA is used, `torch.manual_seed` only keeps a stack trace of each call, which takes milliseconds.
+        (torch if torch.cuda.is_initialized() else torch.default_generator).manual_seed(seed)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -135,6 +138,26 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+class _RootLogs(pytest_logging.catching_logs[Any]):
+    """Captures what reaches the root logger, as that of each test does.
+
+    pytest's own looks at each of thousands of loggers, six times per test, for those that do not propagate.
+    """
+
+    def __enter__(self) -> Any:
+        root = logging.getLogger()
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            self.orig_level = root.level
+            root.setLevel(min(self.orig_level, self.level))
+        root.addHandler(self.handler)
+        self.attached_loggers.append(root)
+        return self.handler
+
+
+pytest_logging.catching_logs = _RootLogs  # type: ignore[misc]
 
 
 def _has_gpu() -> bool:

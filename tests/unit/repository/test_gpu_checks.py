@@ -47,18 +47,18 @@ def test_a_check_that_ends_badly_ends_alone(tmp_path: Path) -> None:
         fake("b.skips", "skip"),
         fake("b.fails", "fail"),
         fake("b.crashes", "crash"),
-        fake("b.hangs", "hang"),
         fake("c.device", need=Need.DEVICE, number=0.0),
         fake("c.low", number=0.1),
+        fake("c.hangs", "hang"),
     ]
     rows, left = run(tmp_path, checks)
     assert {name: row["status"] for name, row in rows.items()} == {
         **{"a.low": OK, "a.high": FAILED, "a.nan": FAILED, "b.skips": SKIPPED, "b.fails": FAILED},
-        **{"b.crashes": FAILED, "b.hangs": FAILED, "c.device": SKIPPED, "c.low": OK},
+        **{"b.crashes": FAILED, "c.device": SKIPPED, "c.low": OK, "c.hangs": FAILED},
     }
     assert rows["b.fails"]["reason"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert rows["b.crashes"]["reason"].startswith("ended with code -6")
-    assert "time limit" in rows["b.hangs"]["reason"]
+    assert "time limit" in rows["c.hangs"]["reason"]
     assert rows["c.device"]["reason"] == "needs a CUDA device"
     assert load_results(tmp_path) == list(rows.values()) and not left
     assert "and more" in (tmp_path / runner.LOG_FILE).read_text()

@@ -138,10 +138,11 @@ def test_offloaded_masters_match_plain_training() -> None:
         assert torch.equal(parameter, masters.by_name[name])
 
 
-def test_compiled_layers_match_without_graph_breaks() -> None:
-    """Uses aot_eager: only tracing is tested."""
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_compiled_layers_match_without_graph_breaks(backend: str) -> None:
+    """Only tracing is tested, that of the backward pass by aot_eager."""
     one_layer = {"random_init": True, "num_layers": 1}
-    options = {"compile": {"backend": "aot_eager", "fullgraph": True}, "ac": {}}
+    options = {"compile": {"backend": backend, "fullgraph": True}, "ac": {}}
     compiled = compute_gradients(*make(debug=one_layer, **options), steps=1)
     plain = compute_gradients(*make(debug=one_layer, attn="sdpa"), steps=1)
     for name, gradient in compiled.items():
