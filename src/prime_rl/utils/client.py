@@ -87,7 +87,7 @@ class ServerSpec(msgspec.Struct, frozen=True):
 class InferenceClient:
     """Client of one server; `verifiers` uses `chat.completions.create`, `completions.create`, `post` and `base_url`.
 
-    Responses are lightweight `ChatCompletion` / `Completion` objects; errors are those of `openai`.
+    Responses are lightweight `ChatCompletion` / `Completion` objects (`as_completion`); errors are those of `openai`.
     """
 
     def __init__(
