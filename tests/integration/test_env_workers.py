@@ -48,7 +48,7 @@ def test_a_run_survives_its_environment(run: Runner, tmp_path: Path) -> None:
         "max_memory_gb": 0.2,
         "args.kinds": KINDS,
         "args.marks": tmp_path,
-        "args.leak_mb": 170,
+        "args.leak_mb": 200,
     }
     options = [word for key, value in env.items() for word in (f"--orchestrator.env.0.{key}", value)]
     options += ["--output-dir", out, "--inference.server.port", find_free_port(), "--max-steps", 6]
