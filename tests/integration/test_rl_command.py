@@ -128,7 +128,7 @@ def test_rl_with_three_files(finished: tuple[Path, Command]) -> None:
     assert command.pids() == []
 
 
-@pytest.mark.parametrize("family", ["olmo2", "falcon"])
+@pytest.mark.parametrize("family", ["olmo2", pytest.param("falcon", marks=pytest.mark.slow)])
 def test_rl_of_models_that_transformers_computes(run: Runner, tmp_path: Path, family: str) -> None:
     """With weight updates: OLMo 2 has a KV cache in the engine, Falcon is recomputed."""
     import torch
