@@ -59,7 +59,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  > .venv/install.log 2>&1 \
 	  || { grep -v '^WARNING' .venv/install.log | tail -n 15; echo "error: pip failed, full log: .venv/install.log"; exit 1; } >&2
 	@echo "==> compiling on all cores, without unused models and tests (pip uses one core)"
-	@$(PY) -m compileall -q -j 0 -x '$(UNUSED)' "$(CURDIR)/.venv/lib" >> .venv/install.log 2>&1 || true
+	@$(PY) -m compileall -q -j 0 -x '$(UNUSED)' "$(CURDIR)/.venv/lib" "$(CURDIR)/src" >> .venv/install.log 2>&1 || true
 	@printf '%s\n' "$(CURDIR)" > $(STAMP)
 	@echo "==> ready: . .venv/bin/activate && rl --help"
 
