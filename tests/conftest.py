@@ -141,9 +141,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _RootLogs(pytest_logging.catching_logs[Any]):
-    """Captures what reaches the root logger, as that of each test does.
+    """Captures what reaches the root logger.
 
-    pytest's own looks at each of thousands of loggers, six times per test, for those that do not propagate.
+    The class of pytest also captures loggers that do not propagate: six times per test, it looks for them among
+    thousands.
     """
 
     def __enter__(self) -> Any:

@@ -10,7 +10,7 @@ import msgspec
 
 
 class Response(SimpleNamespace):
-    """A response where the types of `openai` are not imported, so that nothing can test for them."""
+    """A completion in a process that has not imported `openai`: no code there can test for its types."""
 
 
 class FunctionCall(msgspec.Struct):
