@@ -159,9 +159,9 @@ class GPT(nn.Module):
         self.config = config
         self.transformer = nn.ModuleDict(
             {
-                # An explicit weight skips the embedding's own initialization, which `init_weights` replaces.
+                # Zeros skip the embedding's own initialization, which `init_weights` replaces.
                 "wte": nn.Embedding(
-                    config.vocab_size, config.n_embd, _weight=torch.empty(config.vocab_size, config.n_embd)
+                    config.vocab_size, config.n_embd, _weight=torch.zeros(config.vocab_size, config.n_embd)
                 ),
                 "h": nn.ModuleList(Block(config, layer, linear) for layer in range(config.n_layer)),
             }

@@ -127,6 +127,15 @@ def test_initial_logits_are_uniform_and_blocks_are_identity() -> None:
         assert torch.equal(tensor, other.state_dict()[name])
 
 
+def test_a_new_model_holds_no_uninitialized_memory() -> None:
+    torch.use_deterministic_algorithms(True)  # `torch.empty` is filled with NaN
+    try:
+        model = GPT(GPTConfig.of_depth(1, 300, 64))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+
+
 def test_groups_and_rates_of_the_optimizer() -> None:
     model = GPT(GPTConfig.of_depth(3, 300, 64))
     groups = {g["name"]: g for g in build_optimizer(model).param_groups}

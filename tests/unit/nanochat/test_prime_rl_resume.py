@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripts.prime_rl_config import PROG, PrimeRLTrainConfig, normalize_argv
 from scripts.prime_rl_train import run
+from torch import nn
 
 from nanochat.checkpoint_manager import save_checkpoint
 from nanochat.engine import Engine
@@ -54,7 +56,10 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "own_letters", raising=False)
     tokenizer = NanochatTokenizer.train(["Say something about letters and numbers"] * 4, 280)
     tokenizer.save(tmp_path / "base" / "tokenizer")
-    save_checkpoint("sft", "d1", 2, GPT(GPTConfig(64, tokenizer.get_vocab_size(), 1, 1, 1, 16)), {})
+    model = GPT(GPTConfig(64, tokenizer.get_vocab_size(), 1, 1, 1, 16))
+    model.init_weights()
+    nn.init.normal_(model.lm_head.weight, 0, 0.5, generator=torch.Generator().manual_seed(1))
+    save_checkpoint("sft", "d1", 2, model, {})
     return tmp_path / "base"
 
 

@@ -240,7 +240,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, layer_class: type[nn.Module], norm_class: type[RMSNorm]) -> None:
         super().__init__()
         # An explicit weight skips random initialization, which is slow to import on the meta device.
-        table = torch.empty(config.vocab_size, config.hidden_size)
+        table = torch.zeros(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = norm_class(config.hidden_size, config.rms_norm_eps)
