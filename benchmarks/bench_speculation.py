@@ -1,4 +1,4 @@
-"""Speculative decoding of the embedded engine: tokens per second with and without it, taking turns in one process.
+"""Speculative decoding of the embedded engine: tokens per second with and without it, step by step in one process.
 
     python benchmarks/bench_speculation.py [--model smollm2] [--threads 2] [--repeats 5] [--output FILE]
 
@@ -156,62 +156,73 @@ def build_trained_cases(tokenizer: Any) -> list[Case]:
     ]
 
 
-def generate(engine: Any, case: Case, prompts: list[list[int]], seed: int) -> tuple[float, list[Any]]:
-    """Seconds, and (tokens, log-probs) of every completion."""
+def generate(
+    engines: dict[bool, Any], case: Case, prompts: list[list[int]], seed: int
+) -> dict[bool, tuple[float, Any]]:
+    """With and without speculation: seconds, and (tokens, log-probs) of every completion.
+
+    The next step is that of the engine that has taken less time: what disturbs the machine disturbs both alike.
+    """
     from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 
-    requests = []
-    for i in range(case.num):
-        params = SamplingParams(max_tokens=case.new, temperature=case.temperature, seed=seed * 1009 + i)
-        requests.append(GenerationRequest(prompts[i // case.group], params))
-    found = {}
-    start = time.perf_counter()
-    for request in requests:
-        engine.add(request)
-    while engine.has_work():
-        for event in engine.step():
-            if isinstance(event, Output):
-                found[event.request] = (event.token_ids, event.logprobs)
-    return time.perf_counter() - start, [found[request] for request in requests]
+    requests: dict[bool, list[GenerationRequest]] = {}
+    for speculation, engine in engines.items():
+        engine._scheduler.clear_prefix_cache()
+        params = [SamplingParams(case.new, case.temperature, seed=seed * 1009 + i) for i in range(case.num)]
+        requests[speculation] = [GenerationRequest(prompts[i // case.group], each) for i, each in enumerate(params)]
+        for request in requests[speculation]:
+            engine.add(request)
+    seconds: dict[bool, float] = dict.fromkeys(engines, 0.0)
+    found: dict[GenerationRequest, Any] = {}
+    while working := [speculation for speculation, engine in engines.items() if engine.has_work()]:
+        speculation = min(working, key=seconds.__getitem__)
+        start = time.perf_counter()
+        events = engines[speculation].step()
+        seconds[speculation] += time.perf_counter() - start
+        found |= {event.request: (event.token_ids, event.logprobs) for event in events if isinstance(event, Output)}
+    return {key: (seconds[key], [found[request] for request in requests[key]]) for key in engines}
+
+
+def build_engines(arguments: argparse.Namespace, model_dir: Path) -> dict[bool, Any]:
+    """Engines with and without speculation."""
+    import torch
+
+    from prime_rl.inference.embedded.engine import EmbeddedEngine
+    from prime_rl.trainer.models.registry import load_decoder, load_eos_ids
+
+    model, eos_ids = load_decoder(model_dir, dtype=getattr(torch, arguments.dtype)), load_eos_ids(model_dir)
+    engines = {
+        speculation: EmbeddedEngine(
+            model, eos_ids=eos_ids, exact=not arguments.fast, max_running=64, speculation=speculation
+        )
+        for speculation in (True, False)
+    }
+    engines[False]._runner.decoder = engines[True]._runner.decoder  # of two copies, one may be in slower memory
+    return engines
 
 
 def measure(arguments: argparse.Namespace, model_dir: Path, cases: list[Case]) -> list[tuple[Case, list[float], str]]:
     """Each chosen case, its ratios, and speeds and drafts in words."""
-    import torch
-
-    from prime_rl.inference.embedded.engine import EmbeddedEngine
     from prime_rl.runtime.tokenizer import load_tokenizer
-    from prime_rl.trainer.models.registry import load_decoder, load_eos_ids
 
-    tokenizer, found = load_tokenizer(str(model_dir)), []
-    engine = EmbeddedEngine(
-        load_decoder(model_dir, dtype=getattr(torch, arguments.dtype)),
-        eos_ids=load_eos_ids(model_dir),
-        exact=not arguments.fast,
-        max_running=64,
-    )
-    scheduler = engine._scheduler  # one engine for both: of two copies of the weights, one may be in slower memory
-    drafters = {True: scheduler.drafter, False: None}
+    tokenizer, found, engines = load_tokenizer(str(model_dir)), [], build_engines(arguments, model_dir)
     for case in cases:
         if arguments.only not in case.name:
             continue
         ratios, speeds = [], []
-        before = engine.stats()
+        before = engines[True].stats()
         repeats = arguments.repeats * (OTHER_REPEATS if case.least == MIN_OTHER else 1)
         for seed in range(repeats + 1):
             rng = random.Random(f"{case.name} {seed}")  # new prompts for every repeat
             prompts = [tokenizer.encode(case.prompt(rng)) for _ in range(case.num // case.group)]
-            seconds, outputs = {}, {}
-            for speculation in (False, True) if seed % 2 else (True, False):
-                scheduler.clear_prefix_cache()  # the other turn had the same prompts
-                scheduler.drafter = drafters[speculation]
-                seconds[speculation], outputs[speculation] = generate(engine, case, prompts, seed)
-            if outputs[True] != outputs[False]:
+            outcomes = generate(engines, case, prompts, seed)
+            (seconds, outputs), (plain_seconds, plain_outputs) = outcomes[True], outcomes[False]
+            if outputs != plain_outputs:
                 raise SystemExit(f"{case.name}: speculation changed the answers")
             if seed:  # the first round warms up
-                ratios.append(seconds[False] / seconds[True])
-                speeds.append(sum(len(tokens) for tokens, _ in outputs[True]) / seconds[True])
-        after = engine.stats()
+                ratios.append(plain_seconds / seconds)
+                speeds.append(sum(len(tokens) for tokens, _ in outputs) / seconds)
+        after = engines[True].stats()
         drafted = after.drafted_tokens - before.drafted_tokens
         accepted = after.accepted_tokens - before.accepted_tokens
         detail = f"{statistics.median(speeds):.1f} tok/s, {accepted} of {drafted} drafted tokens accepted"
