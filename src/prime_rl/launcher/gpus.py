@@ -69,7 +69,10 @@ def assign_visible_gpus(config: RLConfig, visible: Sequence[int]) -> GpuAssignme
     num_teacher = check_serving_gpus(config.teacher_inference, config.teacher_gpu_ids, "teacher")
     if not visible:
         return GpuAssignment(None, None)
-    serving = tuple(config.inference_gpu_ids or visible[:num_serving]) if config.inference is not None else ()
+    serving: tuple[int, ...] = ()
+    if config.inference is not None:
+        taken = {*(config.trainer_gpu_ids or ()), *(config.teacher_gpu_ids or ())}
+        serving = tuple(config.inference_gpu_ids or sorted(visible, key=taken.__contains__)[:num_serving])
     free = [gpu for gpu in visible if gpu not in (*serving, *(config.teacher_gpu_ids or ()))] or list(visible)
     parallel = config.trainer.parallel
     if config.trainer_gpu_ids:

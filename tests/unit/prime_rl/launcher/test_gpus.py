@@ -74,7 +74,8 @@ def test_gpus_are_shared_out(visible: list[int]) -> None:
     assert gpus.assign_gpus(parse()) == gpus.GpuAssignment((3,), (3,))
     visible[:] = [0, 1, 2]
     assert gpus.assign_gpus(parse()) == gpus.GpuAssignment((1,), (0,))
-    assert gpus.assign_gpus(parse("--trainer_gpu_ids", "0,1")) == gpus.GpuAssignment((0, 1), (0,))
+    assert gpus.assign_gpus(parse("--trainer_gpu_ids", "0,1")) == gpus.GpuAssignment((0, 1), (2,))
+    assert gpus.assign_gpus(parse("--trainer_gpu_ids", "0,1,2")) == gpus.GpuAssignment((0, 1, 2), (0,)), "shared"
     assert gpus.assign_gpus(parse("--inference_gpu_ids", "2")) == gpus.GpuAssignment((0,), (2,))
     assert gpus.compute_environment((0, 1), 3)["CUDA_VISIBLE_DEVICES"] == "0,1"
     with pytest.raises(ValueError, match=r"inference_gpu_ids = \[1, 2\]: .* one id, or change inference\.parallel"):
