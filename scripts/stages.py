@@ -21,7 +21,7 @@ from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {
-    "fetch": "prime_rl.pretrained.fetch",
+    "fetch": "prime_rl.pretrained.fetch_command",
     "convert": "prime_rl.pretrained.convert",
     "sft": "prime_rl.trainer.sft.train",
     "evolve": "prime_rl.evolve.evolve",

