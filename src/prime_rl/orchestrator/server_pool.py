@@ -77,6 +77,7 @@ class ServerPool:
         """Server -> time of its loss and the reason."""
         self.num_recovered = 0
         self._foreign: set[int] = set()  # servers whose weights may be of another run, whatever their version
+        self._last_load: dict[int, tuple[int | None, int]] = {}  # server -> its version and the loaded one
         self._ready_timeout_s, self._weights_timeout_s = ready_timeout_s, weights_timeout_s
         self._work: list[set[anyio.CancelScope]] = [set() for _ in engines]
 
@@ -220,10 +221,8 @@ class ServerPool:
             for client in self.clients:
                 await wait_until_ready(client, self._ready_timeout_s)
             return True
-        states = dict(error.states)
-        for i, engine in enumerate(self.engines):
-            if (problem := states.get(str(engine), "ok")) != "ok":
-                self._mark_unreachable(i, problem)
+        for i, problem in self._find_failed(error).items():
+            self._mark_unreachable(i, problem)
         while self.is_below_minimum:
             await anyio.sleep(POLL_INTERVAL_S)
             for i, (since, problem) in list(self.unreachable.items()):
@@ -234,6 +233,26 @@ class ServerPool:
                 else:
                     del self.unreachable[i]  # the retried update loads the version
         return True
+
+    def leave_out(self, error: WeightSyncError) -> bool:
+        """Continue without servers that failed in every attempt, as one whose disk is gone; whether enough are left.
+
+        Each of their next checks loads the live version, if it then can.
+        """
+        failed = self._find_failed(error)
+        left = set(range(self.num_servers)) - self.unreachable.keys() - failed.keys()
+        if not (self.is_elastic and error.is_repeatable and failed and len(left) >= self.min_servers):
+            return False
+        for i, problem in failed.items():
+            self._mark_unreachable(i, problem)
+            self.cancel_server_work(i)
+        return True
+
+    def _find_failed(self, error: WeightSyncError) -> dict[int, str]:
+        """The servers of this pool that failed in an update, and why."""
+        states = dict(error.states)
+        problems = {i: states.get(str(engine), "ok") for i, engine in enumerate(self.engines)}
+        return {i: problem for i, problem in problems.items() if problem != "ok"}
 
     async def _recover(self, i: int) -> None:
 
@@ -262,7 +281,9 @@ class ServerPool:
         is_live = health.version == version and not health.awaits_weights and i not in self._foreign
         answer: dict[str, Any] = {"exact": health.exact, "dtype": health.dtype, "arithmetic": health.arithmetic}
         if not (health.version is None or is_live):
-            logger.info(f"Loading version {version} on {engine} (has {health.version})")
+            if self._last_load.get(i) != (health.version, version):  # one that fails is repeated at every check
+                logger.info(f"Loading version {version} on {engine} (has {health.version})")
+            self._last_load[i] = (health.version, version)
             answer = await (self._load_published(engine, version, attempts) if version else engine.reload_weights())
             self._foreign.discard(i)
         if health.is_paused:
@@ -303,7 +324,7 @@ class ServerPool:
         else:
             limit = f"waiting up to {self._ready_timeout_s:g} s for it"
             action = "continuing without it" if self.is_elastic else limit
-            logger.warning(f"{self.engines[i]} does not respond ({problem}): {action}")
+            logger.warning(f"{self.engines[i]} failed ({problem}): {action}")
         since, _ = self.unreachable.setdefault(i, (anyio.current_time(), problem))
         self._check_timeout(i, since, problem)
 

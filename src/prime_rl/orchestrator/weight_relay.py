@@ -117,7 +117,10 @@ class WeightRelay:
             except (WeightSyncError, ServerUnavailable) as failure:
                 error = failure if isinstance(failure, WeightSyncError) else self._describe_lost(reachable, path)
                 attempts_left, unreachable = attempts_left - 1, set(servers.unreachable)
-                if not (attempts_left and is_complete(path) and await self._wait_for_recovery(error)):
+                may_repeat = is_complete(path)
+                if may_repeat:
+                    may_repeat = await self._wait_for_recovery(error) if attempts_left else servers.leave_out(error)
+                if not may_repeat:
                     raise error from (None if error is failure else failure)
                 unreachable |= servers.unreachable.keys()
                 for i in unreachable if servers.is_elastic else list(loaded):

@@ -30,8 +30,9 @@ class Server:
     def __init__(self, number: int) -> None:
         self.root_url = self.base_url = f"http://server{number}"
         self.there, self.version, self.awaits_weights, self.silent = True, 0, False, False
-        self.is_paused = False
+        self.is_paused = self.refuses = False
         self.loads: list[int] = []
+        self.refused: list[str] = []
         self.numerics: dict[str, Any] = {}
 
     def __str__(self) -> str:
@@ -53,6 +54,9 @@ class Server:
             await anyio.sleep_forever()
         if not self.there:
             raise EngineError(FailureKind.UNREACHABLE, "connection refused")
+        if self.refuses:
+            self.refused.append(checkpoint_path)
+            raise EngineError(FailureKind.REFUSED, "no such file", 400)
         self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
         self.loads.append(self.version)
         return {"success": True}
@@ -347,7 +351,8 @@ async def test_a_short_fault_at_the_start_is_survived(tmp_path: Path, monkeypatc
 async def test_a_short_fault_in_an_update_is_survived(
     needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that cannot read the weights answers 400 and keeps the earlier ones; other answers are final."""
+    """A server that cannot read the weights answers 400 and keeps the earlier ones; other answers are final, and 400
+    after some attempts, if all servers are needed."""
     pool, answers = Servers(tmp_path, 2, needed), [400, 400]
     server = pool.servers[0]
     load = server.update_weights_from_checkpoint
@@ -360,7 +365,7 @@ async def test_a_short_fault_in_an_update_is_survived(
     monkeypatch.setattr(server, "update_weights_from_checkpoint", fail_first)
     await pool.publish(1)
     assert [server.version for server in pool.servers] == [1, 1] and not pool.server_pool.unreachable
-    for status, left in ((400, 10 - MAX_ATTEMPTS), (403, 9)):
+    for status, left in [(400, 10 - MAX_ATTEMPTS)] * (needed == 2) + [(403, 9)]:
         answers[:] = [status] * 10
         with pytest.raises(WeightSyncError, match="cannot be read"):
             await pool.publish(2)
@@ -451,6 +456,28 @@ async def test_update_skips_lost_server(tmp_path: Path) -> None:
         gone.restart()
         await until(lambda: gone.version == 1)
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_an_update_leaves_out_a_server_that_refuses_it(tmp_path: Path) -> None:
+    """As one whose disk is gone, until it loads versions again; the others must be enough."""
+    pool = Servers(tmp_path, 3, 2)
+    bad = pool.servers[1]
+    bad.refuses = True
+    await pool.publish(1)
+    assert [server.loads for server in pool.servers] == [[1], [], [1]] and len(bad.refused) == MAX_ATTEMPTS
+    assert list(pool.server_pool.unreachable) == [1] and pool.server_pool.choose(1) != 1
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.server_pool.monitor)
+        await until(lambda: len(bad.refused) > MAX_ATTEMPTS + 1)
+        await pool.publish(2)
+        bad.refuses = False
+        await until(lambda: bad.version == 2 and not pool.server_pool.unreachable)
+        tasks.cancel_scope.cancel()
+    for server in pool.servers[:2]:
+        server.refuses = True
+    with pytest.raises(WeightSyncError, match="no such file"):
+        await pool.publish(3)
 
 
 @pytest.mark.anyio
