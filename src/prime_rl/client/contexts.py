@@ -24,9 +24,11 @@ def insert_context(
                      (`default_system`), else the context alone
     system_replace   the context as the system message
     message          a separate user message after the system message; also for contexts given as messages
+
+    A first message of the role developer is a system message, too.
     """
     out = [dict(message) for message in messages]
-    has_system = bool(out) and out[0].get("role") == "system"
+    has_system = bool(out) and out[0].get("role") in ("system", "developer")
     if isinstance(context, list) or position == "message":
         new = context if isinstance(context, list) else [{"role": "user", "content": context}]
         return [*out[:has_system], *new, *out[has_system:]]
@@ -41,7 +43,7 @@ def insert_context(
     if position == "system_append" and has_system:
         out[0]["content"] = _append(out[0].get("content"), separator + context)
         return out
-    return [{"role": "system", "content": context}, *out[has_system:]]
+    return [{"role": out[0]["role"] if has_system else "system", "content": context}, *out[has_system:]]
 
 
 def insert_text(prompt: str, context: Context, position: ContextPosition, separator: str) -> str:

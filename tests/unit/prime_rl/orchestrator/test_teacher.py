@@ -467,6 +467,15 @@ def test_context_positions() -> None:
         insert_context([SYSTEM], "C", "user_prefix", "")
 
 
+def test_developer_messages_are_system_messages() -> None:
+    """A template that does not name their role is given them as such."""
+    chat = [{"role": "developer", "content": "You are a clock."}, USER]
+    appended = insert_context(chat, "C", "system_append", "\n", "default")
+    assert appended == [{"role": "developer", "content": "You are a clock.\nC"}, USER]
+    assert insert_context(chat, "C", "system_replace", "") == [{"role": "developer", "content": "C"}, USER]
+    assert insert_context(chat, "C", "message", "") == [chat[0], {"role": "user", "content": "C"}, USER]
+
+
 def give_hint(example: dict[str, Any], rng: Any) -> str | None:
     return f"{example['info']['hint']} {rng.random()}" if example["info"]["hint"] else None
 
