@@ -313,7 +313,8 @@ def _derive_advantage(tables: ConfigTables) -> None:
     for env in find_envs(tables).values():
         if isinstance(env.get("advantage"), dict) and (has_critic or "type" not in (env.get("loss") or {})):
             _fill_advantage(env, env_choice)
-    if choice.drop_equal:
+    is_unverified = str(tables.get("orchestrator.buffer.skip_verification")).lower() == "true"
+    if choice.drop_equal and not is_unverified:  # without rewards all groups are equal
         settings["buffer.filters"] = [{"name": "zero_variance"}]
     if choice.overlong and (unshaped := _find_unshaped_advantage(tables)):
         tables.note(f"{name} with {unshaped} has no overlong penalty")

@@ -37,6 +37,10 @@ class OrchestratorModelConfig(BaseConfig):
     """Model name in requests."""
 
 
+REWARD_FILTERS = ("zero_variance", "reward_nonzero_std", "min_reward", "quality_and_diversity")
+"""Library filters that look at rewards."""
+
+
 class FilterConfig(BaseConfig):
     """A filter that a scored group must pass to be trained on."""
 
@@ -86,6 +90,7 @@ class BufferConfig(BaseConfig):
             "easy_threshold": self.easy_threshold is not None,
             "hard_threshold": self.hard_threshold is not None,
             "online_difficulty_filtering": self.online_difficulty_filtering,
+            **{f"filters {one.name}": one.name.removeprefix("check_") in REWARD_FILTERS for one in self.filters},
         }
         if self.skip_verification and (given := [name for name, is_set in needs_rewards.items() if is_set]):
             raise ValueError(f"skip_verification leaves no rewards for {given[0]}: remove one of them")

@@ -554,6 +554,14 @@ def test_a_recorded_preset_has_no_notes(tmp_path: Path) -> None:
     assert "buffer.filters = [{'name': 'min_reward'}] (CLI) overrides the [{'name': 'zero_variance'}]" in text
 
 
+def test_a_preset_keeps_groups_without_rewards() -> None:
+    """Their rewards are all 0, so that its filter would drop every one."""
+    dapo = ("--trainer.loss.type", "dapo", "--orchestrator.buffer.skip_verification")
+    for value in ((), ("true",)):
+        assert parse(*dapo, *value).orchestrator.buffer.filters == []
+    assert parse(*dapo, "false").orchestrator.buffer.filters
+
+
 @pytest.mark.parametrize("loss", [{}, {"type": "aipo"}, {"type": "custom", "import_path": "math:sqrt"}])
 def test_the_constant_of_a_loss_is_the_completion_length(loss: dict[str, str]) -> None:
     for aggregation, expected in (("constant", 100), ("token-mean", None)):

@@ -352,6 +352,10 @@ def test_length_penalties_in_closed_form() -> None:
     [
         ({"buffer": {"skip_verification": True, "easy_threshold": 1}}, "no rewards for easy_threshold"),
         ({"buffer": {"skip_verification": True, "online_difficulty_filtering": True}}, "for online_difficulty"),
+        (
+            {"buffer": {"skip_verification": True, "filters": [{"name": "min_reward"}]}},
+            "for filters min_reward: remove",
+        ),
         ({"buffer": {"easy_fraction": 0.5}}, "set easy_threshold too"),
         ({"buffer": {"easy_threshold": 0.1, "hard_threshold": 0.2}}, "easy_threshold = 0.1 must be above"),
         ({"buffer": {"env_ratios": [1, 2]}}, "2 entries for 1 environments"),
