@@ -111,6 +111,12 @@ def find_comparable_samples(rollout: Rollout, index: int | None = None) -> list[
     return rollout_to_samples(rollout, index=index)
 
 
+def find_chat_request(groups: Groups) -> dict[str, Any]:
+    """A chat request of the rollouts, whose tools and template arguments are those of all; {} if none is known."""
+    turns = (turn for group in groups for rollout in group for turn in rollout.turns)
+    return next((turn.chat_request for turn in turns if turn.chat_request is not None), {})
+
+
 def describe_examples(rows: Sequence[Row]) -> str:
     """Digest of the examples of an evaluation; without `info`, which rewards may change."""
     return compute_digest([[row["prompt"], row.get("answer")] for row in rows])
@@ -173,7 +179,7 @@ class BaselineEvaluator:
         version, self.clients, self._student.clients = endpoint.version, endpoint.clients, list(endpoint.clients)
         if self.teacher.contexts.role(name) != "context" or name in self._without_context:
             return await self._measure_without_context(name, rows, version, groups, sampling)
-        default_system = await self.teacher.find_default_system(name, {}, self.clients[0])
+        default_system = await self.teacher.find_default_system(name, find_chat_request(groups), self.clients[0])
         context_environment = ContextEnvironment(environment, self.teacher.contexts, name, groups, default_system)
         scores = {"student": example_scores(groups)}
         student = (self.clients, self.teacher.model)

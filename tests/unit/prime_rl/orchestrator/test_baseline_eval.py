@@ -427,6 +427,38 @@ def test_context_environment_uses_outcomes_of_the_student() -> None:
     assert [row["prompt"][0]["content"] for row in rows] == ["no: b", "c"]
 
 
+def test_evaluated_contexts_extend_the_students_default(tmp_path: Path) -> None:
+    """The default system message of a template may depend on its arguments, as that of SmolLM3."""
+
+    class TeacherOfDefaults(ScriptedTeacher):
+        async def render(self, chat_request: Mapping[str, Any], client: Any, given: Sequence[int] = ()) -> list[int]:
+            first, *_ = messages = chat_request["messages"]
+            default = "think" if chat_request.get("chat_template_kwargs", {}).get("enable_thinking", True) else "answer"
+            system = first["content"] if first["role"] == "system" else default
+            return [*f"<s>{system}</s>{messages[-1]['content']}".encode()]
+
+        async def _read_text(self, tokens: list[int], client: Any) -> str:
+            return bytes(tokens).decode()
+
+    teacher = {"context": "C", "separator": " ", "context_position": "system_append", "eval_baseline": True}
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "eval": {}, "teacher_model": teacher})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), RunDir(tmp_path))
+    evaluator.teacher = TeacherOfDefaults(contexts, TokenScorer([], "m"), "m")
+    world, prompts = build_environment(["a"], ["b"]), list[Any]()
+
+    async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
+        prompts.append(environment.rows("eval")[0]["prompt"])
+        return [[Rollout(prompt="", reward=1.0)]]
+
+    request = {"messages": world.rows("eval")[0]["prompt"], "chat_template_kwargs": {"enable_thinking": False}}
+    groups = [[Rollout(prompt="", turns=[Turn([1], [7], [-0.5], chat_request=request)])]]
+    values = ("world", world, world.rows("eval"), ModelEndpoint(["s"], "m"), groups)
+    anyio.run(evaluator.measure, *values, SamplingConfig(), run)
+    assert [prompt[0] for prompt in prompts] == [{"role": "system", "content": "answer C"}]
+
+
 def test_contexts_are_built_for_evaluated_rows_only() -> None:
     """Rows beyond `eval.num_examples` are not checked, so that theirs may be missing."""
     teacher = {"context_template": "{{example.answer}}: "}
