@@ -199,7 +199,8 @@ class BaselineEvaluator:
             baseline = self._baselines[name] = await self._begin(
                 name, environment, context_environment, rows, version, scores, context_groups, run
             )
-            metrics |= baseline_metrics(name, baseline)
+            if not version:
+                metrics |= baseline_metrics(name, baseline)
         answers = {"student": groups, "student_context": context_groups}
         if self._weights == "live":
             teacher_groups = context_groups
@@ -252,7 +253,7 @@ class BaselineEvaluator:
             target = (self.teacher.scorer.reachable, self.teacher.scorer.model)
             groups = await run(context_environment, *target)
             warn_of_failures(name, "teacher", groups)
-            if not self._is_student_model:
+            if not (self._is_student_model and baseline.is_known):
                 baseline.teacher_plain = example_scores(await run(environment, *target))
         baseline.teacher, baseline.teacher_groups = example_scores(groups), groups
         is_outcome = self.teacher.contexts.context_from(name) in ("sibling", "feedback")

@@ -317,9 +317,12 @@ def test_baseline_of_other_examples_is_kept(tmp_path: Path, weights: str) -> Non
         values = ("world", world, rows, ModelEndpoint(["s"], "m", version), groups)
         return anyio.run(evaluator.measure, *values, SamplingConfig(), run)
 
-    measure(0, 30, 0.2)
-    assert measure(4, 20, 0.6)["distill/world/gap_closed"] == 0.0, "compared with version 4"
-    assert measure(6, 30, 0.6)["distill/world/gap_closed"] == pytest.approx(0.5), "compared with version 0"
+    assert measure(0, 30, 0.2)["eval/world/baseline_diff"] == pytest.approx(0.8)
+    unknown, known = measure(4, 20, 0.6), measure(6, 30, 0.6)
+    assert unknown["distill/world/gap_closed"] == 0.0, "compared with version 4"
+    assert unknown["distill/world/teacher/avg"] == 1.0, "the teacher's score, not that of version 4"
+    assert known["distill/world/gap_closed"] == pytest.approx(0.5), "compared with version 0"
+    assert not [key for key in (*unknown, *known) if "baseline" in key], "of the weights before training only"
 
 
 class RenderingTeacher(ScriptedTeacher):
