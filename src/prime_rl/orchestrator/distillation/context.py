@@ -13,7 +13,7 @@ from prime_rl.client.contexts import Context, ContextPosition, Message, insert_c
 from prime_rl.configuration.imports import import_function
 from prime_rl.orchestrator.config import TrainEnvConfig
 from prime_rl.orchestrator.distillation.config import ContextConfig, ContextFrom, TeacherConfig
-from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome, Source, build_outcome_source
+from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome, Source, build_outcome_source, format_value
 from prime_rl.runtime.tokenizer import check_window
 
 SYSTEM_PROBE = "Probe of the system message."
@@ -94,7 +94,7 @@ def look_up(row: Mapping[str, Any], path: str, where: str) -> str:
         value = value[key]
     if value is None:  # `datasets` also fills keys that other rows have
         raise ValueError(f"{where}: {path} of this row is null: give it a value, or leave the row out")
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
+    return format_value(value)
 
 
 def fill_template(template: str, row: Mapping[str, Any], fields: Mapping[str, str]) -> str:

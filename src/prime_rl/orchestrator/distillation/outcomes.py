@@ -6,6 +6,7 @@ OPSD 2601.18734).
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,9 +74,14 @@ def build_outcome_source(
         shown = _choose(context_from, row, rollout, group, success_reward, seed)
         if not shown:
             return None
-        return fill(text, row, {key: str(value) for key, value in shown.items()})
+        return fill(text, row, {key: format_value(value) for key, value in shown.items()})
 
     return build
+
+
+def format_value(value: Any) -> str:
+    """A value of a row as text, a list or dict as JSON."""
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
 
 
 def _choose(

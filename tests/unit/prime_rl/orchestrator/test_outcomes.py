@@ -56,6 +56,8 @@ def test_answer_is_shown_to_every_rollout() -> None:
     assert contexts_of({"context_from": "answer"}) == ["The correct answer to the following task is: 2\n\n"] * 4
     provider = build_contexts({"context_from": "answer"})
     assert provider.context_for("world", {"answer": None}) is None
+    listed = provider.context_for("world", {"answer": ["é", None]})
+    assert listed == 'The correct answer to the following task is: ["é", null]\n\n', "as {{example.answer}}"
     with pytest.raises(ValueError, match="no row of world has an answer: use another context_from"):
         provider.check_rows("world", [{"answer": ""}, {}], "m")
     provider.check_rows("world", [{}, ROW], "m")
