@@ -138,7 +138,7 @@ class TeacherConfig(ContextConfig):
     """Teacher weights: frozen: those before training; ema: moving average of the student; live: the student's."""
 
     ema_decay: float = Field(default=0.98, gt=0, lt=1)
-    """ema: decay per trainer step; 0.98 averages over about 50 steps."""
+    """ema: decay per optimizer step; 0.98 averages over about 50 of them."""
 
     temperature: float | None = Field(default=None, gt=0)
     """Temperature of the teacher's distribution; unset: the sampling temperature, so that both are comparable."""
