@@ -256,8 +256,8 @@ class TrainEnvConfig(ContextConfig, EnvConfig):
     """Position of the context; unset: teacher_model.context_position."""
 
     teacher: Literal["context", "reference", "none"] = "context"
-    """context: distill the teacher with the context; reference: regularize toward the initial model without context, to
-    retain other abilities; none: reward only."""
+    """context: distill the teacher with the context; reference: regularize toward the initial model, or the one of
+    teacher_model.model.name, without context, to retain other abilities; none: reward only."""
 
     reference_weight: float = Field(default=1.0, gt=0)
     """reference: weight of these tokens in sum and count of the loss; teacher_tau and student_tau are 1 on them."""
