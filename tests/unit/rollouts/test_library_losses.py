@@ -110,6 +110,14 @@ def test_aggregations() -> None:
     assert float(aggregate_tokens(values, mask, "constant", 10)) == pytest.approx(7 / 20)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.bfloat16], ids=str)
+def test_masks_of_any_dtype_give_the_same_loss(dtype: torch.dtype) -> None:
+    batch = draw(seq=300)  # bfloat16 cannot count 601 tokens
+    other = batch | {"loss_mask": batch["loss_mask"].to(dtype)}
+    for name, loss in LOSSES.items():
+        assert float(loss(other)) == pytest.approx(float(loss(batch)), rel=1e-6), name
+
+
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_ppo_at_the_old_policy_has_the_gradient_of_reinforce(aggregation: Any) -> None:
     batch = draw()

@@ -81,14 +81,14 @@ def flatten_rows(
     reference: Float[Tensor, "batch seq"] | None = None,
     entropy: Float[Tensor, "batch seq"] | None = None,
 ) -> LossInputs:
-    """Padded rows as the streams of one pack."""
+    """Padded rows as the streams of one pack; the mask may be of integers or bools."""
     rows, width = loss_mask.shape
     flat = logprobs.flatten()
     return LossInputs(
         trainer_logprobs=flat,
         inference_logprobs=flat.detach() if inference_logprobs is None else inference_logprobs.flatten(),
         advantages=torch.zeros_like(flat) if advantages is None else advantages.flatten(),
-        loss_mask=loss_mask.flatten(),
+        loss_mask=loss_mask.flatten().to(torch.promote_types(loss_mask.dtype, torch.float32)),
         sequence=torch.arange(rows, device=flat.device).repeat_interleave(width),
         teacher_logprobs=None if reference is None else reference.flatten(),
         entropy=None if entropy is None else entropy.flatten(),
