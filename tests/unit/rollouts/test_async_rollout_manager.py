@@ -556,6 +556,17 @@ def test_a_sync_generate_fn_runs_in_a_thread() -> None:
     assert [s.prompt for s in batch.samples] == PROMPTS[:3]
 
 
+@both_loops
+def test_a_sync_generate_fn_may_return_a_coroutine(backend: str) -> None:
+    async def generate(prompts: list[str]) -> list[Sample]:
+        await anyio.sleep(0)
+        return [Sample(prompt=p, tokens=[1], loss_mask=[1]) for p in prompts]
+
+    config = RolloutConfig(3, generate_fn=lambda prompts: generate(prompts))
+    batch = anyio.run(AsyncRolloutManager(DataBuffer(PROMPTS), config).generate_batch, backend=backend)
+    assert [s.prompt for s in batch.samples] == PROMPTS[:3]
+
+
 def test_sample_with_a_wrong_mask_is_named() -> None:
     async def generate(prompts: list[str]) -> list[Sample]:
         return [Sample(prompt=prompts[0], tokens=[1], loss_mask=[0.0, 1.0])]

@@ -501,7 +501,8 @@ class AsyncRolloutManager:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             result = await function([prompt], **kwargs)
         else:
-            result = await anyio.to_thread.run_sync(lambda: function([prompt], **kwargs))
+            # In a tuple, because trio refuses a coroutine as the result of a thread.
+            (result,) = await anyio.to_thread.run_sync(lambda: (function([prompt], **kwargs),))
         return _check_generated(await settle(result))
 
     def _failure(self) -> BaseException | None:
