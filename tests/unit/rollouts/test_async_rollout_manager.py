@@ -502,6 +502,34 @@ def test_error_keeps_finished_groups_and_reruns_others(slots: int | None, backen
     run(main, backend)
 
 
+@both_loops
+@pytest.mark.parametrize("slots", [None, 6])
+@pytest.mark.parametrize("last", [0, 3, 7])
+def test_an_error_of_the_prompt_source_arrives_as_itself(last: int, slots: int | None, backend: str) -> None:
+    class Source(DataBuffer):
+        def draw(self) -> tuple[int, Any]:
+            if self.position == last:
+                raise OSError("no more prompts")
+            return super().draw()
+
+    source = Source(PROMPTS)
+
+    async def main() -> None:
+        manager = AsyncRolloutManager(source, RolloutConfig(4), generate_group=make_generate(0, 1), slots=slots)
+        async with manager:
+            with pytest.raises(OSError, match="no more prompts"):
+                for step in range(2):
+                    await manager.generate_batch()
+                    manager.release(step + 1)
+            conserved(manager.groups)
+            assert not manager.groups.in_flight
+            nonlocal last
+            last = -1
+            assert len((await manager.generate_batch()).samples) == 4
+
+    run(main, backend)
+
+
 def test_abort_with_nothing_under_way_is_nothing() -> None:
     async def main() -> None:
         manager = AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(2), generate_group=make_generate(0, 1))

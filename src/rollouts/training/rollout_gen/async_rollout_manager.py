@@ -206,7 +206,8 @@ class AsyncRolloutManager:
         """The next batch of groups, in index order; `reward_fn` overrides the config's for groups started by this call.
 
         Raises `NoTrainableGroupsError` after too many dropped groups in a row, `RuntimeError` once after
-        `request_abort`, and errors of generators; finished groups are cached and unfinished ones run in the next call.
+        `request_abort`, and errors of generators and of the source of prompts; finished groups are cached and
+        unfinished ones run in the next call.
         """
         if self.slots is None:
             samples = await self._generate_wave(reward_fn)
@@ -331,6 +332,8 @@ class AsyncRolloutManager:
             return
         while self._can_start() and self._has_slot(self.slots):
             self._start_group(self._tasks)
+            if self._error is not None:
+                return
         self._update_idle_time()
 
     def _has_slot(self, slots: int) -> bool:
@@ -390,12 +393,16 @@ class AsyncRolloutManager:
         self._idle_since = None if self._running else now
 
     def _start_group(self, tasks: anyio.abc.TaskGroup) -> None:
-        if self.groups.returned:
-            group_index, position = self.groups.draw(-1)
-            prompt = self.data_buffer.prompt_at(position)
-        else:
-            position, prompt = self.data_buffer.draw()
-            group_index, _ = self.groups.draw(position)
+        """Draw a prompt and generate its group; an error of the source of prompts is one of the manager."""
+        try:
+            if returned := self.groups.returned:
+                position = returned[min(returned)]
+                prompt = self.data_buffer.prompt_at(position)
+            else:
+                position, prompt = self.data_buffer.draw()
+        except Exception as error:
+            return self._fail(error)
+        group_index, _ = self.groups.draw(position)
         scope = self._running[group_index] = anyio.CancelScope()
         self._start_versions[group_index] = self.version
         tasks.start_soon(self._run_group, group_index, prompt, scope)
@@ -422,9 +429,7 @@ class AsyncRolloutManager:
             self.tokens.drop(group_index, drop.reason)
             self.groups.drop(group_index, drop.reason)
         except Exception as error:
-            self._error = self._error or error
-            for other in self._running.values():
-                other.cancel()
+            self._fail(error)
         finally:
             if group_index in self.groups.in_flight:
                 is_stale = group_index not in self._start_versions
@@ -436,6 +441,13 @@ class AsyncRolloutManager:
             self._start_versions.pop(group_index, None)
             self._notify()
         self._refill()
+
+    def _fail(self, error: Exception) -> None:
+        """Cancel all running groups; the current or next `generate_batch` raises `error`."""
+        self._error = self._error or error
+        for scope in self._running.values():
+            scope.cancel()
+        self._notify()
 
     def _return_group(self, group_index: int) -> None:
         """Return an interrupted group, or drop it after `MAX_RESTARTS` restarts due to weight updates."""
