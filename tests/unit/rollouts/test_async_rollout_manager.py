@@ -530,6 +530,22 @@ def test_an_error_of_the_prompt_source_arrives_as_itself(last: int, slots: int |
     run(main, backend)
 
 
+def test_a_stream_that_has_ended_says_so() -> None:
+    async def main() -> None:
+        generate = make_generate(0, 1)
+        manager = AsyncRolloutManager(
+            DataBuffer(PROMPTS), RolloutConfig(2), generate_group=generate, slots=4, max_batches=2
+        )
+        async with manager:
+            for step in range(2):
+                await manager.generate_batch()
+                manager.release(step + 1)
+            with anyio.fail_after(60), pytest.raises(RuntimeError, match="ended after 2 batches: raise max_batches"):
+                await manager.generate_batch()
+
+    run(main)
+
+
 def test_abort_with_nothing_under_way_is_nothing() -> None:
     async def main() -> None:
         manager = AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(2), generate_group=make_generate(0, 1))

@@ -319,6 +319,8 @@ class AsyncRolloutManager:
     async def _next_in_stream(self) -> list[Sample]:
         if self._tasks is None:
             raise RuntimeError("a manager with slots generates inside `async with manager`")
+        if self._max_batches is not None and self.step_count >= self._max_batches:
+            raise RuntimeError(f"the stream has ended after {self.step_count} batches: raise max_batches")
         self._raise_failure()
         self._refill()  # restarts generation after a failure
         while (ready := self._take_or_none()) is None:
