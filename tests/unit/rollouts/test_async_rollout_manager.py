@@ -530,6 +530,20 @@ def test_an_error_of_the_prompt_source_arrives_as_itself(last: int, slots: int |
     run(main, backend)
 
 
+@both_loops
+def test_a_stream_that_is_entered_twice_says_so(backend: str) -> None:
+    async def main() -> None:
+        generate = make_generate(0, 1)
+        async with AsyncRolloutManager(
+            DataBuffer(PROMPTS), RolloutConfig(2), generate_group=generate, slots=4
+        ) as manager:
+            with pytest.raises(RuntimeError, match="already entered"):
+                await manager.__aenter__()
+            assert len((await manager.generate_batch()).samples) == 2
+
+    run(main, backend)
+
+
 def test_a_stream_that_has_ended_says_so() -> None:
     async def main() -> None:
         generate = make_generate(0, 1)

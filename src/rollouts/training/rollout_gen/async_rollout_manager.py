@@ -167,6 +167,8 @@ class AsyncRolloutManager:
         self._abort_requested = False
 
     async def __aenter__(self) -> AsyncRolloutManager:
+        if self._tasks is not None:
+            raise RuntimeError("the manager is already entered: run_rl_training enters it itself")
         if self.slots is not None:
             self._tasks = anyio.create_task_group()
             await self._tasks.__aenter__()
