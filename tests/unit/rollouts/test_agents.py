@@ -187,6 +187,15 @@ def test_rollouts_fail_whose_text_the_template_drops() -> None:
     assert (samples[1].error or "").startswith("the chat template drops the text beside tool calls in `content`")
 
 
+@pytest.mark.parametrize(("token_ids", "reason"), [(True, "no sampled tokens"), (False, "no text or tool call")])
+def test_empty_answers_fail_alone(token_ids: bool, reason: str) -> None:
+    tokenizer = load_tokenizer("tiny-qwen3")
+    with serve(FakeEngine(lambda body: shout(body).strip("B"))) as engine:
+        endpoint = Endpoint("m", engine.base_url, token_ids=token_ids)
+        samples = run("asyncio", generate_rollout_batch, ["a", "b"], None, endpoint, tokenizer)
+    assert [s.status for s in samples] == [Status.COMPLETED, Status.FAILED] and reason in (samples[1].error or "")
+
+
 def test_it_ends_at_the_last_turn_and_at_the_length() -> None:
     with serve(FakeEngine(shout)) as engine:
         endpoint = Endpoint("m", engine.base_url, extra_body={"max_completion_tokens": 2})
