@@ -12,16 +12,12 @@ from rollouts.training.concurrency import run_concurrently
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.sft import (
     Conversation,
-    DroppedTextError,
+    UnlearnableTextError,
     find_trained_turns,
     is_empty_turn,
     render_conversation,
 )
 from rollouts.training.types import UNFILTERED, Message, Sample, Status
-
-
-class EmptyTrajectoryError(ValueError):
-    """A trajectory has no sampled tokens or text to learn."""
 
 
 class Rollout(msgspec.Struct, kw_only=True):
@@ -211,14 +207,15 @@ async def agent_rollout_to_sample(
 ) -> Sample:
     """Run an agent on `prompt` and convert the trajectory to a sample.
 
-    Server failures, empty answers, and generated text that the template of `tokenizer` drops, give status FAILED.
+    Server failures, empty answers, and generated text that the template of `tokenizer` drops or merges with the prompt
+    give status FAILED.
     """
     trajectory = await ChatAgent(endpoint, environment_cls, max_turns).rollout(prompt, seed=seed)
     error = trajectory.error
     if trajectory.status != Status.FAILED:
         try:
             return trajectory_to_sample(trajectory, tokenizer, metadata)
-        except (EmptyTrajectoryError, DroppedTextError) as problem:
+        except UnlearnableTextError as problem:
             error = str(problem)
     return Sample(prompt=prompt, status=Status.FAILED, error=error, metadata=dict(metadata or {}))
 
@@ -254,7 +251,7 @@ async def generate_rollout_batch(
 def _render_messages(trajectory: Trajectory, chat: TemplateRenderer) -> Sample:
     conversation = Conversation(trajectory.messages, trajectory.num_prompt_messages, trajectory.tools)
     if not any(find_trained_turns(conversation)):
-        raise EmptyTrajectoryError("the trajectory has no text or tool call of the assistant")
+        raise UnlearnableTextError("the trajectory has no text or tool call of the assistant")
     sample = render_conversation(conversation, chat)
     sample.index = None
     is_cut = trajectory.stop_reason == "length" and not is_empty_turn(trajectory.messages[-1])
@@ -268,7 +265,7 @@ def _sample_of_turns(trajectory: Trajectory) -> Sample:
     if len(samples) == 1:
         return samples[0]
     if not samples:
-        raise EmptyTrajectoryError("the trajectory has no sampled tokens")
+        raise UnlearnableTextError("the trajectory has no sampled tokens")
     raise ValueError(
         f"the trajectory has {len(samples)} token sequences: the chat template rewrites earlier turns, so a "
         "later prompt does not extend the previous tokens; use a prefix-stable template, or rollout_to_samples"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 from fake_engine import FakeEngine, free_port, serve
-from small_tokenizers import CHATML
+from small_tokenizers import CHATML, build_tokenizer
 
 from prime_rl.runtime.tokenizer import load_tokenizer
 from rollouts.agents import Agent, ChatAgent, Endpoint, Trajectory, Turn
@@ -194,6 +195,17 @@ def test_empty_answers_fail_alone(token_ids: bool, reason: str) -> None:
         endpoint = Endpoint("m", engine.base_url, token_ids=token_ids)
         samples = run("asyncio", generate_rollout_batch, ["a", "b"], None, endpoint, tokenizer)
     assert [s.status for s in samples] == [Status.COMPLETED, Status.FAILED] and reason in (samples[1].error or "")
+
+
+def test_rollouts_fail_whose_text_merges_with_the_prompt(tmp_path: Path) -> None:
+    """As with Qwen 2.5, whose prompt ends with a line break: one more, and both are one token."""
+    specials, named = ["<|im_start|>", "<|im_end|>"], {"eos_token": "<|im_end|>"}
+    tokenizer = build_tokenizer(tmp_path, CHATML, specials, ["\n\n"], named)
+    with serve(FakeEngine(shout)) as engine:
+        endpoint = Endpoint("m", engine.base_url, token_ids=False)
+        samples = run("asyncio", generate_rollout_batch, ["a", "\nb"], None, endpoint, tokenizer)
+    assert [s.status for s in samples] == [Status.COMPLETED, Status.FAILED]
+    assert (samples[1].error or "").startswith("message 1 begins with white space that merges")
 
 
 def test_it_ends_at_the_last_turn_and_at_the_length() -> None:

@@ -32,8 +32,8 @@ NAMES_REASONING = re.compile(r"""[.'"]reasoning\b""")
 """Matches chat templates that read the key `reasoning` of messages."""
 
 
-class DroppedTextError(ValueError):
-    """A template writes a trained turn without a part of its text."""
+class UnlearnableTextError(ValueError):
+    """A trained turn has no text, or text that its template drops or merges with the prompt."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,8 @@ def render_conversation(
     are one turn. An assistant turn that is empty, or that opens the conversation and so has no prompt, has no loss.
     Each trained turn must extend the previous tokens, as in generation. `ValueError` if a template rewrites earlier
     turns (for example, drops reasoning), because the model would be trained on contexts that do not occur.
-    `DroppedTextError`, without the row number, if it drops the reasoning of a trained turn or its text beside calls.
+    `UnlearnableTextError`, without the row number, if it drops the reasoning of a trained turn or its text beside
+    calls, or merges white space at its beginning with the prompt.
     """
     messages, tools, options = conversation.messages, conversation.tools, conversation.template_kwargs
     tokens: list[int] = []
@@ -262,9 +263,9 @@ def render_conversation(
         else:
             before = after[: _find_first_turn(conversation, chat, after)]
         if before[: len(tokens)] != tokens or after[: len(before)] != before:
-            raise ValueError(_describe_unstable_prefix(index, start, messages[start], chat, tokens, before, after))
+            raise _explain_unstable_prefix(index, start, messages[start], chat, tokens, before, after)
         if is_assistant and (dropped := _find_dropped_part(conversation, start, chat, after, len(before))):
-            raise DroppedTextError(
+            raise UnlearnableTextError(
                 f"the chat template drops the {dropped} of message {start}, so the model would learn to answer without "
                 "it: set tokenizer.chat_template to one that writes it, or leave it out"
             )
@@ -378,7 +379,7 @@ def _find_dropped_part(
     return None
 
 
-def _describe_unstable_prefix(
+def _explain_unstable_prefix(
     index: int,
     number: int,
     message: Message,
@@ -386,13 +387,13 @@ def _describe_unstable_prefix(
     tokens: list[int],
     before: list[int],
     after: list[int],
-) -> str:
-    """Error message for a turn that does not extend the previous tokens; `message` is its first, at `number`."""
+) -> ValueError:
+    """The error of a turn that does not extend the previous tokens; `message` is its first, at `number`."""
     extends_earlier_turns = before[: len(tokens)] == tokens
     prompt, written = chat.decode(before), chat.decode(after)
     if extends_earlier_turns and written.startswith(prompt):
         if written.removeprefix(prompt).lstrip().startswith(END_OF_REASONING):
-            return (
+            return ValueError(
                 f"row {index} of the data set: the chat template writes an empty thought into message {number}, which "
                 "merges with the end of its prompt, so the model could never generate it there: give the row "
                 '`reasoning_content`, or `chat_template_kwargs` {"enable_thinking": false} if the template has it, or '
@@ -400,16 +401,16 @@ def _describe_unstable_prefix(
             )
         texts = read_text(message.get("content")), str(message.get("reasoning_content") or "")
         if any(text[:1].isspace() for text in texts):
-            return (
-                f"row {index} of the data set: message {number} begins with white space that merges with the token "
-                "before it, so the model could never generate it there; strip the text"
+            return UnlearnableTextError(
+                f"message {number} begins with white space that merges with the token before it, so the model could "
+                "never generate it there; strip the text"
             )
     what, cure = (
         ("the prompt of this turn is rendered differently once its answer follows", "")
         if extends_earlier_turns
         else ("what precedes this turn is rendered differently once more follows", ", or data.split_turns = true")
     )
-    return (
+    return ValueError(
         f"row {index} of the data set: the chat template is not prefix-stable at message {number}, because {what}; "
         f"set tokenizer.chat_template to one that is{cure}"
     )
