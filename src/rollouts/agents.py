@@ -234,5 +234,6 @@ def read_turn(answer: dict[str, Any]) -> Turn | None:
 
 
 def _assistant_message(message: dict[str, Any]) -> Message:
-    """The assistant's message without nulls, which chat templates do not handle."""
-    return {"role": "assistant", "content": ""} | {key: value for key, value in message.items() if value is not None}
+    """The assistant's message without nulls and empty lists of calls, which chat templates do not handle."""
+    kept = {key: value for key, value in message.items() if value not in (None, [])}
+    return {"role": "assistant", "content": ""} | kept

@@ -208,6 +208,18 @@ def test_rollouts_fail_whose_text_merges_with_the_prompt(tmp_path: Path) -> None
     assert (samples[1].error or "").startswith("message 1 begins with white space that merges")
 
 
+def test_an_empty_list_of_calls_is_not_sent_back() -> None:
+    """As vLLM returns it, and OpenAI and the template of Llama 3 refuse it."""
+
+    class Plain(Endpoint):
+        async def chat(self, messages: Any, **options: Any) -> dict[str, Any]:
+            message = {"role": "assistant", "content": "no", "tool_calls": [], "refusal": None}
+            return {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+    trajectory = run("asyncio", ChatAgent(Plain("m"), Countdown).rollout, "hi")
+    assert [m for m in trajectory.messages if m["role"] == "assistant"] == [{"role": "assistant", "content": "no"}] * 3
+
+
 def test_it_ends_at_the_last_turn_and_at_the_length() -> None:
     with serve(FakeEngine(shout)) as engine:
         endpoint = Endpoint("m", engine.base_url, extra_body={"max_completion_tokens": 2})
