@@ -15,6 +15,7 @@ from rollouts.training.datasets.sft import (
     UnlearnableTextError,
     find_trained_turns,
     is_empty_turn,
+    name_reasoning,
     render_conversation,
 )
 from rollouts.training.types import UNFILTERED, Message, Sample, Status
@@ -249,12 +250,13 @@ async def generate_rollout_batch(
 
 
 def _render_messages(trajectory: Trajectory, chat: TemplateRenderer) -> Sample:
-    conversation = Conversation(trajectory.messages, trajectory.num_prompt_messages, trajectory.tools)
+    messages = [name_reasoning(message, str(chat.tokenizer.chat_template)) for message in trajectory.messages]
+    conversation = Conversation(messages, trajectory.num_prompt_messages, trajectory.tools)
     if not any(find_trained_turns(conversation)):
         raise UnlearnableTextError("the trajectory has no text or tool call of the assistant")
     sample = render_conversation(conversation, chat)
     sample.index = None
-    is_cut = trajectory.stop_reason == "length" and not is_empty_turn(trajectory.messages[-1])
+    is_cut = trajectory.stop_reason == "length" and not is_empty_turn(messages[-1])
     if is_cut and sample.tokens[-1] in chat.end_ids:  # the template's, which the model did not generate
         sample.tokens, sample.loss_mask = sample.tokens[:-1], sample.loss_mask[:-1]
     return sample

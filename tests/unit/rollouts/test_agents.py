@@ -208,6 +208,19 @@ def test_rollouts_fail_whose_text_merges_with_the_prompt(tmp_path: Path) -> None
     assert (samples[1].error or "").startswith("message 1 begins with white space that merges")
 
 
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_rendered_answers_have_their_reasoning(key: str) -> None:
+    """`reasoning` is the name of vLLM and OpenRouter; templates read the other one."""
+    written = (
+        "('<think>' + message.reasoning_content + '</think>' if message.reasoning_content else '') + message.content"
+    )
+    tokenizer = load_tokenizer("tiny-qwen3", CHATML.replace("message.content", f"({written})"))
+    messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "b", key: "a"}]
+    sample = trajectory_to_sample(Trajectory(prompt="p", messages=messages, num_prompt_messages=1), tokenizer)
+    tokens = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(tokens) == "<think>a</think>b<|im_end|>"
+
+
 def test_an_empty_list_of_calls_is_not_sent_back() -> None:
     """As vLLM returns it, and OpenAI and the template of Llama 3 refuse it."""
 

@@ -483,7 +483,7 @@ def _messages(value: Any, role: str, column: str, index: int, template: str = ""
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value):
         raise ValueError(f"row {index} of the data set: `{column}` is neither text nor a list of messages with a role")
-    messages = [_name_reasoning(message, template) for message in value]
+    messages = [name_reasoning(message, template) for message in value]
     with name_row(index):
         for i, message in enumerate(messages):
             if message.get("function_call") and "function_call" not in template:
@@ -497,7 +497,7 @@ def _messages(value: Any, role: str, column: str, index: int, template: str = ""
     return messages
 
 
-def _name_reasoning(message: Message, template: str) -> Message:
+def name_reasoning(message: Message, template: str) -> Message:
     """A copy of a message whose `reasoning`, as vLLM and OpenRouter name it, has the name that templates read.
 
     Content with reasoning of its own stays as it is: templates would write both.
