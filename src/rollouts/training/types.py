@@ -405,11 +405,5 @@ class TrainingBackend(Protocol):
     def optim_step(self) -> TrainFuture[dict[str, float]]:
         """Apply and clear the accumulated gradients; returns at least `lr` and `step`."""
 
-    def get_weights(self) -> TrainFuture[dict[str, Any]]:
-        """A copy of the parameters by name."""
-
-    def load_weights(self, weights: dict[str, Any]) -> TrainFuture[None]:
-        """Load parameters by name."""
-
     async def save_checkpoint(self, step: int, metrics: dict[str, float]) -> Path:
         """Write a checkpoint and return its directory."""

@@ -147,6 +147,13 @@ def test_every_signature(name: str) -> None:
         assert optional, f"{name} needs {parameter.name}, which the document does not name"
 
 
+def test_a_backend_needs_the_documented_methods_alone() -> None:
+    from rollouts.training.types import TrainingBackend
+
+    methods = {name for name in vars(TrainingBackend) if not name.startswith("_")}
+    assert methods == {"forward_backward", "optim_step", "save_checkpoint"}
+
+
 def test_fsdp_backend_takes_the_documented_keywords() -> None:
     from rollouts.training.backends.fsdp import FSDPTrainingBackend
 
