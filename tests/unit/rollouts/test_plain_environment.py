@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 from pathlib import Path
@@ -91,6 +92,25 @@ def test_scoring_has_a_timeout_of_its_own() -> None:
     environment.timeout_s = 100.0
     _, [rollout] = run(environment, "5")
     assert rollout.reward == 1.0 and deadlines[0] < deadlines[1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+def test_a_task_that_an_environment_cancels_fails_its_rollout(timeout_s: float | None, n: int) -> None:
+    async def lost() -> float:
+        tool = asyncio.ensure_future(asyncio.sleep(10))
+        tool.cancel()
+        await tool
+        return 1.0
+
+    environment = PlainEnvironment(ROWS, lambda answer: 1.0, respond=lambda messages, row, state: lost())
+    environment.timeout_s = timeout_s
+    _, rollouts = run(environment, "5", n=n)
+    scored = PlainEnvironment(ROWS, lambda answer: lost())
+    scored.timeout_s = timeout_s
+    _, scorings = run(scored, "5", n=n)
+    assert [rollout.error_type for rollout in (*rollouts, *scorings)] == ["RuntimeError"] * 2 * n
+    assert "the rollout awaited a task" in str(rollouts[0].error)
 
 
 def test_rewards_have_stable_and_distinct_names() -> None:

@@ -109,6 +109,10 @@ async def run_with_timeout(timeout_s: float | None, what: str, work: Callable[[]
             finally:
                 _timeout.reset(token)
         return RolloutTimeout(f"{what} took longer than {timeout_s:g} s")
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        return RuntimeError(f"{what} awaited a task that the environment, or a library of it, had cancelled")
     except Exception as error:
         return error
 
