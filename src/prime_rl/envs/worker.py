@@ -295,9 +295,12 @@ class Worker:
 
     async def _run(self, group: GroupRequest) -> None:
         client = self._client(group.server)
-        answer = await run_encoded(
-            self.environment, group.number, group.row, client, group.model, group.sampling_args, group.retries
-        )
+        try:
+            answer = await run_encoded(
+                self.environment, group.number, group.row, client, group.model, group.sampling_args, group.retries
+            )
+        except asyncio.CancelledError as error:  # by the parent, which drops the answer, or by a library
+            answer = encode(Finished(group.number, error=(type(error).__name__, locate_error(error))))
         assert self._work is not None
         self._work.send(answer)
 

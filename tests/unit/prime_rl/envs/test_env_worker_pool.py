@@ -24,11 +24,20 @@ from scripted_client import ScriptedClient
 from prime_rl.configuration.command import run_command
 from prime_rl.configuration.sections import EnvConfig, LogConfig, SamplingConfig
 from prime_rl.envs import worker_pool, worker_process
-from prime_rl.envs.worker import CLEANUP_LEAVE_S, GroupRequest, Heartbeat, RowsReply, Worker, encode, encode_rows
+from prime_rl.envs.worker import (
+    CLEANUP_LEAVE_S,
+    GroupRequest,
+    Heartbeat,
+    RowsReply,
+    Worker,
+    decode_finished,
+    encode,
+    encode_rows,
+)
 from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers, compute_limit, read_max_rss
 from prime_rl.envs.worker_process import WorkerDied, WorkerProcess
 from prime_rl.runtime import machine
-from prime_rl.runtime.framing import send_frame
+from prime_rl.runtime.framing import receive_frame, send_frame
 from prime_rl.utils.client import InferenceClient, ServerSpec
 from prime_rl.utils.vf import build_sampling_args, load_environments, open_environments
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
@@ -459,6 +468,32 @@ def test_a_leaving_worker_waits_for_cleanup(tmp_path: Path, has_cleanup: bool) -
     environment.has_cleanup = has_cleanup
     assert virtual_time.run(measure) == pytest.approx(5.0 if has_cleanup else 2.0, abs=0.5)
     assert events == (["started", "freed"] if has_cleanup else ["started"])
+
+
+def test_a_group_that_a_library_cancels_gets_an_answer(tmp_path: Path) -> None:
+    class Leaking:
+        async def run_group(self, *arguments: Any) -> None:
+            current = asyncio.current_task()
+            assert current is not None
+            current.cancel("Cancelled by cancel scope")  # as a scope of anyio that another task has left
+            await asyncio.sleep(10)
+
+    async def main() -> Any:
+        (tmp_path / "beats").write_bytes(bytes(16))
+        (work, workers_work), (control, workers_control) = socket.socketpair(), socket.socketpair()
+        with work, workers_work, control, workers_control, (tmp_path / "beats").open("r+b") as file:
+            worker = Worker(Leaking(), Heartbeat(file.fileno()))
+            work.settimeout(10)
+            send_frame(work, encode(GroupRequest(7, {}, ServerSpec("http://127.0.0.1:9/v1"), "m", [{}], 0)))
+            serving = asyncio.create_task(worker.serve(workers_work, workers_control))
+            answer = decode_finished(await asyncio.to_thread(receive_frame, work))
+            work.close()
+            await serving
+            return answer
+
+    answer = asyncio.run(main())
+    assert answer.number == 7
+    assert answer.error is not None and answer.error[0] == "CancelledError"
 
 
 def test_workers_with_cleanup_have_longer_to_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
