@@ -14,7 +14,7 @@ from prime_rl.inference.engine import FULL, GenerationRequest, Output, SamplingP
 from prime_rl.inference.intake import read_json
 from prime_rl.inference.request_parsing import LARGEST, SMALLEST, ApiError, Json, check_token_ids
 from prime_rl.inference.responses import check_output
-from prime_rl.inference.routes.openai import Route, check
+from prime_rl.inference.routes.openai import ENTRY_BYTES, Route, check
 
 if TYPE_CHECKING:
     from prime_rl.inference.service import ServerState
@@ -44,7 +44,7 @@ class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
 async def score(service: ServerState, request: Request) -> Response:
     """POST /score: scores as msgpack."""
 
-    def build(body: Json) -> GenerationRequest:
+    def build(body: Json) -> tuple[GenerationRequest, int]:
         max_len = service.engine.engine.max_score_len
         tokens = body.get("tokens")
         if isinstance(tokens, list) and len(tokens) > max_len:
@@ -76,11 +76,15 @@ async def score(service: ServerState, request: Request) -> Response:
         )
         single = GenerationRequest(tokens, params, adapter=service.find_adapter(body))
         check(service, [single])
-        return single
+        return single, num_scores
 
-    single = await read_json(request, service.workers, build)
+    single, num_scores = await read_json(request, service.workers, build)
     [output] = await service.engine.generate([single], request.receive)
-    return Response(msgspec.msgpack.encode(pack_scores(output)), media_type="application/msgpack")
+
+    def build_response() -> Response:
+        return Response(msgspec.msgpack.encode(pack_scores(output)), media_type="application/msgpack")
+
+    return await service.workers.run(ENTRY_BYTES * num_scores, build_response)
 
 
 def pack_scores(output: Output) -> PackedScores:
@@ -95,7 +99,7 @@ def pack_scores(output: Output) -> PackedScores:
         num_cached=output.num_cached,
     )
     if logprobs.full is not None:
-        scores.top_logprobs = logprobs.full.numpy().astype("float32").tobytes()
+        scores.top_logprobs = logprobs.full.numpy().astype("float32", copy=False).tobytes()
         return scores
     scores.top_ids = array("i", [token for row in logprobs.top_logprobs for token, _ in row]).tobytes()
     scores.top_logprobs = _floats([logprob for row in logprobs.top_logprobs for _, logprob in row])

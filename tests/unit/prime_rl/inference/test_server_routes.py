@@ -26,6 +26,7 @@ from prime_rl.inference.engine import EngineStats, GenerationRequest
 from prime_rl.inference.initial_weights import prepare_model_dir
 from prime_rl.inference.responses import Writer
 from prime_rl.inference.routes import openai as routes
+from prime_rl.inference.routes import score as score_route
 from prime_rl.inference.server import choose_backend
 from rollouts.kernels import native
 
@@ -108,6 +109,21 @@ def test_token_requests_that_cannot_be_honoured_are_refused(
 ) -> None:
     reply = server.post("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {}, **change})
     assert reply.status_code == 400 and words in reply.json()["error"]["message"]
+
+
+def test_large_scores_are_packed_beside_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GiB of a teacher's distributions would delay all other requests by many seconds."""
+    threads: list[str] = []
+    pack = score_route.pack_scores
+
+    def record(output: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return pack(output)
+
+    monkeypatch.setattr(score_route, "pack_scores", record)
+    for tokens in (PROMPT[:2], PROMPT * 4):
+        assert server.post("/score", {"tokens": tokens, "top": -1}).status_code == 200
+    assert [name.startswith("requests") for name in threads] == [False, True]
 
 
 def test_a_prompt_is_scored_as_it_would_be_sampled(server: RunningServer) -> None:
