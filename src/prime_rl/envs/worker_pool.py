@@ -265,7 +265,14 @@ class EnvironmentWorkers:
             return
         if self._losses_in_row > 1:
             await asyncio.sleep(min(0.1 * 2**self._losses_in_row, LONGEST_PAUSE_S))
-        worker = self._start()
+        try:
+            worker = self._start()
+        except OSError as error:  # such as a limit of processes
+            self._losses_in_row += 1
+            self._last_loss = f"a new worker did not start: {error}"
+            logger.warning(f"environment {self.name}: {self._last_loss}")
+            self._spawn(self._replace())
+            return
         self._workers.append(worker)
         await self._finish_start(worker)
 

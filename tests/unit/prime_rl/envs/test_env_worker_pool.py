@@ -312,6 +312,30 @@ def test_an_environment_that_always_crashes_stops_the_run(
         assert error.group_contains(EnvironmentCrashLoop, match="3 workers in a row ended without finishing a group")
 
 
+@pytest.mark.parametrize("num_failures", [1, 99])
+def test_a_worker_that_cannot_start_is_started_again(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    monkeypatch.setattr(worker_pool, "MAX_LOSSES_IN_ROW", 3)
+    failures = [BlockingIOError(11, "Resource temporarily unavailable")] * num_failures
+    with pool("once-kill", tmp_path) as environment:
+        start = environment._start
+
+        def fail_first() -> WorkerProcess:
+            if failures:
+                raise failures.pop()
+            return start()
+
+        monkeypatch.setattr(environment, "_start", fail_first)
+        if num_failures == 1:
+            [[rollout]] = run(environment, engine, n=1).values()
+            assert rollout.reward == 1.0
+            return
+        with pytest.raises(BaseExceptionGroup) as error:
+            run(environment, engine)
+        assert error.group_contains(EnvironmentCrashLoop, match="a new worker did not start: .* unavailable")
+
+
 def test_cancelling_a_group_reaches_the_engine(tmp_path: Path) -> None:
     requested, gone = [], []
 
