@@ -104,7 +104,7 @@ class Runner:
     async def _run(self, number: int, request: dict[str, Any]) -> None:
         try:
             result = await self._play(request)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # canceled by the parent, which drops it, or by a library
             result = {"error": f"{type(error).__name__}: {error}"}
         finally:
             del self._running[number]

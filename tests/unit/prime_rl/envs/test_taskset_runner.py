@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -12,7 +14,7 @@ import pytest
 from fake_transport import END, Wire, encode, turn
 from pydantic import BaseModel
 
-from prime_rl.envs.taskset_runner import ENDLESS, NO_PROMPT, describe_task, read_tasks
+from prime_rl.envs.taskset_runner import ENDLESS, NO_PROMPT, Runner, describe_task, read_tasks
 from prime_rl.envs.tasksets import TasksetAgent, _build_environment, verifiers_reward
 from rollouts.training.environments.plain import PlainEnvironment
 
@@ -76,6 +78,21 @@ def test_no_proxy_is_between_a_taskset_and_the_model(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NO_PROXY", "near.example")
     monkeypatch.delenv("no_proxy", raising=False)
     assert _build_environment("/bin")["no_proxy"] == "near.example,127.0.0.1"
+
+
+def test_a_rollout_that_a_library_cancels_has_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(self: Runner, request: dict[str, Any]) -> dict[str, Any]:
+        raise asyncio.CancelledError("Cancelled by cancel scope")
+
+    async def run() -> None:
+        runner._running[3] = asyncio.create_task(runner._run(3, {}))
+        await asyncio.wait(runner._running.values())
+
+    monkeypatch.setattr(Runner, "_play", play)
+    out = io.StringIO()
+    runner = Runner(None, [], out)
+    asyncio.run(run())
+    assert json.loads(out.getvalue()) == {"run": 3, "error": "CancelledError: Cancelled by cancel scope"}
 
 
 @pytest.mark.parametrize(("error", "kind"), [("SandboxError: gone", "InfraError"), ("TaskError: 1", "TasksetFailed")])
