@@ -28,7 +28,7 @@ import orjson
 import uvicorn
 
 from prime_rl.gateway import anthropic_api, openai_api
-from prime_rl.gateway.chat import ChatRequest, RequestError
+from prime_rl.gateway.chat import CONTEXT_LENGTH, ChatRequest, RequestError
 from prime_rl.gateway.session import NoAnswer, Session
 from rollouts.training.environments.plain import read_message
 
@@ -236,7 +236,9 @@ def _encode_events(events: Iterator[tuple[str, dict[str, Any]]], *, numbered: bo
 
 
 def _describe_error(scope: Scope, status: int, text: str, code: str | None = None) -> Content:
-    error = {"type": KINDS.get(status, "api_error"), "message": text}
     is_anthropic = scope["path"].endswith("/messages")
+    if is_anthropic and code == CONTEXT_LENGTH:
+        text = f"prompt is too long: {text}"  # the words that agents look for, since there are no codes
+    error = {"type": KINDS.get(status, "api_error"), "message": text}
     content = {"type": "error", "error": error} if is_anthropic else {"error": {**error, "param": None, "code": code}}
     return JSON, orjson.dumps(content)

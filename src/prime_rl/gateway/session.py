@@ -176,7 +176,8 @@ class Session:
         self.is_overlong = kind == "OverlongPrompt"
         if self.is_overlong:
             self._overlong = error
-            return RequestError(text, CONTEXT_LENGTH)
+            response = error.response  # agents look for the words of the server
+            return RequestError(read_cause(response.content).message or response.text, CONTEXT_LENGTH)
         if getattr(error, "status_code", None) == 400:
             return RequestError(text, param=read_cause(error.response.content).param)
         self._failure = self._failure or error

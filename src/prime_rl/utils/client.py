@@ -54,6 +54,7 @@ class ErrorCause(msgspec.Struct):
 
     type: str | None = None
     param: str | None = None
+    message: str | None = None
 
 
 class ErrorBody(msgspec.Struct):

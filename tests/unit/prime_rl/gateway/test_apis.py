@@ -319,6 +319,20 @@ def test_a_compacted_history_goes_on_after_an_overlong_one() -> None:
     assert (session.error, session.is_overlong, len(session.turns)) == (None, False, 2)
 
 
+def test_overlong_prompts_are_refused_in_the_words_of_vendors() -> None:
+    """LiteLLM and Claude Code recognize them by these."""
+    text = "This model's maximum context length is 9 tokens, but the prompt has 12 tokens: shorten it."
+    response = httpx.Response(400, json={"error": {"message": text}}, request=httpx.Request("POST", "http://engine"))
+    overlong = openai.BadRequestError("too long", response=response, body=None)
+
+    async def work(session: Session, http: httpx.AsyncClient) -> list[str]:
+        body, key = {"messages": [USER], "max_tokens": 5}, {"x-api-key": session.key}
+        replies = [await http.post(path, headers=key, json=body) for path in ("/v1/chat/completions", "/v1/messages")]
+        return [reply.json()["error"]["message"] for reply in replies]
+
+    assert serve(RecordedClient(overlong, overlong), work) == [text, f"prompt is too long: {text}"]
+
+
 def test_the_recorded_conversation_has_reasoning() -> None:
     async def work(session: Session, http: httpx.AsyncClient) -> Session:
         messages = [{"role": "user", "content": "Hi"}]
