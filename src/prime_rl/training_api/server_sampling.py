@@ -61,7 +61,12 @@ class ServerSampling:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """See `SamplingBackend`; adapters that a restarted server has lost are loaded again."""
-        return list(await asyncio.gather(*map(self._generate, requests)))
+        running = [asyncio.create_task(self._generate(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*running))
+        finally:  # after an error the server ends the others
+            for task in running:
+                task.cancel()
 
     async def _generate(self, request: GenerationRequest) -> Output:
         end: float | None = None

@@ -154,6 +154,31 @@ def test_samples_wait_for_a_limited_time(monkeypatch: pytest.MonkeyPatch, answer
     assert len(sampling._pool.paths) > 1
 
 
+def test_a_failed_sample_cancels_the_others_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    async def post(path: str, body: dict[str, Any]) -> Reply:
+        if body["sampling_params"]["seed"] == 0:
+            return Reply(500, b"out of memory")
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            ended.append("canceled")
+            raise
+        raise AssertionError
+
+    async def sample() -> None:
+        requests = [GenerationRequest([1], SamplingParams(1, seed=seed)) for seed in (1, 2, 0)]
+        with pytest.raises(SamplingServerError, match="out of memory"):
+            await sampling.generate(requests)
+        await asyncio.sleep(0)
+        assert ended == ["canceled"] * 2
+
+    sampling = build_sampling(monkeypatch, [])
+    monkeypatch.setattr(sampling, "_post", post)
+    asyncio.run(sample())
+
+
 class SlowBackend:
     """Loads an adapter when it is told to, and completes each load, as engines and servers do."""
 
