@@ -138,8 +138,8 @@ class Engine:
 
     @property
     def max_length(self) -> int:
-        """Maximum tokens of prompt and answer: as far as the rotary tables reach."""
-        return 10 * self.model.config.sequence_len
+        """Maximum tokens of prompt and answer."""
+        return self.model.max_length
 
     def check(self, request: Request) -> None:
         """Raise `ValueError` for a request that cannot be generated."""

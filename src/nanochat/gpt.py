@@ -193,11 +193,13 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits in float32 [batch, tokens, vocab]; with `targets` (-1: none) their cross-entropy instead.
 
-        `loss_reduction` "none" gives one loss per token, flat, 0 where there is no target. `ValueError` when the
-        tokens do not fit into the rotary tables, ten times `sequence_len`.
+        `loss_reduction` "none" gives one loss per token, flat, 0 where there is no target. `ValueError` for more than
+        `max_length` tokens.
         """
         num_tokens = idx.shape[1]
         if kv_cache is None:
+            if num_tokens > self.max_length:
+                raise ValueError(f"a sequence has {num_tokens} tokens, the model reads at most {self.max_length}")
             x = self.hidden(idx, torch.arange(num_tokens, device=idx.device), causal_attention)
         else:
             x = self.hidden(idx, kv_cache.positions(num_tokens), kv_cache.attend)
@@ -217,6 +219,11 @@ class GPT(nn.Module):
             x = block(x, cos, sin, attend)
         return norm(x)
 
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of a sequence: as far as the rotary tables reach."""
+        return 10 * self.config.sequence_len
+
     def blocks(self) -> list[nn.Module]:
         """The layers, in order."""
         return list(self.transformer["h"].children())
@@ -226,9 +233,9 @@ class GPT(nn.Module):
         return cap_logits(self.lm_head(x), LOGIT_CAP)
 
     def rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tables of cos and sin, [10 * sequence_len, 1, head_dim / 2] in float32, rounded as the published ones."""
+        """Tables of cos and sin, [max_length, 1, head_dim / 2] in float32, rounded as the published ones."""
         if self._rope is None or self._rope[0].device != device:
-            self._rope = build_rope(10 * self.config.sequence_len, self.config.head_dim, device)
+            self._rope = build_rope(self.max_length, self.config.head_dim, device)
         return self._rope
 
     def get_device(self) -> torch.device:

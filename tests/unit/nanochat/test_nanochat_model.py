@@ -114,6 +114,8 @@ def test_targets_give_masked_cross_entropy() -> None:
     expected = -logprobs.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets >= 0)
     torch.testing.assert_close(model(idx, targets, loss_reduction="none"), expected.flatten())
     torch.testing.assert_close(model(idx, targets), expected.sum() / 11)
+    with pytest.raises(ValueError, match="a sequence has 81 tokens, the model reads at most 80"):
+        model(torch.zeros(1, 81, dtype=torch.int64))
 
 
 def test_initial_logits_are_uniform_and_blocks_are_identity() -> None:
