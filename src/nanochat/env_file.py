@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 ENV_FILE = ".env"
@@ -41,9 +42,9 @@ def read_env_file(path: Path | None = None) -> dict[str, str]:
         name, sign, value = line.strip().removeprefix("export ").partition("=")
         if not sign or name.startswith("#"):
             continue
-        value = value.strip()
-        quoted = value[:1] in ("'", '"') and value[:1] in value[1:]
-        value = value[1 : value.index(value[0], 1)] if quoted else value.partition(" #")[0].strip()
+        text = value.strip()
+        quoted = text[:1] in ("'", '"') and text[:1] in text[1:]
+        value = text[1 : text.index(text[0], 1)] if quoted else re.split(r"\s#", value)[0].strip()
         if value:
             found[name.strip()] = value
     return found

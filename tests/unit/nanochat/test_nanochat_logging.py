@@ -403,6 +403,11 @@ def test_env_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (read_variable("B"), read_variable("C"), read_variable("D")) == ("3", "x # y", None)
 
 
+def test_comments_behind_values_of_env_files(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("A= # your name\nB=1\t# tab\nC=#1\nD=a#b # c\nE= 'x' # y\n")
+    assert read_env_file(tmp_path / ".env") == {"B": "1", "C": "#1", "D": "a#b", "E": "x"}
+
+
 def test_env_files_are_found_up_to_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "outer" / "checkout" / "environments" / "mine"
     folder.mkdir(parents=True)
