@@ -243,12 +243,16 @@ class Resolved:
     def env_args(self) -> dict[str, Any]:
         """Arguments for the environment; numbers of questions and seed only for our environment or if given.
 
-        A seed, and 0 held-out questions, have an effect of their own, so other environments need not take them.
+        A default of ours does not replace a None of `env.args`. A seed, and 0 held-out questions, have an effect of
+        their own, so other environments need not take them.
         """
         config = self.config
-        known = {name: getattr(config, name) for name in ("num_train_examples", "num_eval_examples", "seed")}
+        known = {
+            name: getattr(config, name)
+            for name in ("num_train_examples", "num_eval_examples", "seed")
+            if name in self.sources or (self.is_own_env and name not in config.env.args)
+        }
         if not self.is_own_env:
-            known = {name: value for name, value in known.items() if name in self.sources}
             taken = find_parameters(config.env_id)
             for name in () if taken is None or taken.takes_any else known.keys() - set(taken.names):
                 if name == "seed" or known[name] == 0:

@@ -164,6 +164,8 @@ def test_sample_counts_are_passed_to_the_environment() -> None:
     assert parse().env_args == {"num_train_examples": 2000, "num_eval_examples": 254, "seed": 42}
     assert parse("--env_id=other", "--seed=3").env_args == {"seed": 3}
     assert parse("--env_id=other", "--env.args", "n=1").env_args == {"n": 1}
+    none = parse("--env.args", '{"seed": null, "num_train_examples": null}', "--num_train_examples=5").env_args
+    assert none == {"num_train_examples": 5, "num_eval_examples": 254, "seed": None}
 
 
 def test_seed_and_counts_are_passed_where_they_are_taken(tmp_path: Path) -> None:
