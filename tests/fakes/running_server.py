@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.inference.engine import Event
+from prime_rl.inference.engine import Event, GenerationEngine
 from prime_rl.inference.server import bind, build_server
 from prime_rl.inference.service import ServerState, build_service
 
@@ -48,7 +47,7 @@ class RunningServer:
         assert not self._thread.is_alive()
 
 
-def slow_down(engine: EmbeddedEngine) -> None:
+def slow_down(engine: GenerationEngine) -> None:
     """Make each step take 2 ms more, so that a request does not end before a test has done something to it."""
     step = type(engine).step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -26,3 +27,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def slow_engine(server: Any) -> Iterator[None]:
+    """The engine of the module's `server` takes longer for each step."""
+    from running_server import slow_down
+
+    engine = server.service.engine.engine
+    slow_down(engine)
+    yield
+    del engine.step

@@ -19,7 +19,7 @@ import httpx
 import pytest
 import torch
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
-from running_server import DEADLINE_S, RunningServer, wait_until
+from running_server import DEADLINE_S, RunningServer, slow_down, wait_until
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.detokenizer import TokenNames, build_decode
@@ -297,6 +297,7 @@ def test_an_update_in_flight_drops_nothing_and_marks_the_span(tmp_path: Path) ->
     try:
         new = publish(tmp_path, 3)
         old = load_decoder(MODEL_DIR, random_init=True)
+        slow_down(server.service.engine.engine)
         body = {"messages": CHAT, "max_tokens": 400, "ignore_eos": True, "logprobs": True, "return_token_ids": True}
 
         async def use(client: AsyncOpenAI) -> tuple[Any, Any]:
@@ -479,9 +480,9 @@ def test_a_key_guards_every_route_but_health(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_failed_engine_answers_503(tmp_path: Path) -> None:
     server = RunningServer(None)
     try:
-        running = threading.Thread(
-            target=lambda: answers.append(server.post("/v1/completions", {"prompt": "a", "max_tokens": 2000}))
-        )
+        slow_down(server.service.engine.engine)
+        body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True}
+        running = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
         answers: list[httpx.Response] = []
         running.start()
         wait_until(lambda: server.metric("requests_running") == 1, "the request to run")

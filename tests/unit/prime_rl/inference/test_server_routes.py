@@ -298,6 +298,7 @@ def test_metrics_count_drafted_and_accepted_tokens(server: RunningServer) -> Non
     assert 30 < accepted <= drafted < 80
 
 
+@pytest.mark.usefixtures("slow_engine")
 def test_pause_freezes_and_resume_continues(server: RunningServer) -> None:
     def ask() -> None:
         answers.append(server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}))
