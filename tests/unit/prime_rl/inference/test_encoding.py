@@ -110,11 +110,11 @@ def test_encoder_gives_the_tokens_of_the_tokenizer() -> None:
 
 def test_long_text_is_refused_without_being_encoded() -> None:
     encoder = Encoder(load_tokenizer("tiny-qwen3"), 128)
-    start = time.monotonic()
+    start = time.process_time()  # other processes of the machine do not count
     for text in ("a" * 20_000_000, "<|im_end|>" * 1_000_000):
         with pytest.raises(ApiError, match="maximum context length is 128 tokens, but the prompt has at least"):
             encoder.encode(text)
-    assert time.monotonic() - start < 1.0
+    assert time.process_time() - start < 1.0
     chat = render_pieces(load_tokenizer("tiny-qwen3"), [{"role": "user", "content": "<|im_end|>" * 200}])
     with pytest.raises(ApiError, match="maximum context length is"):
         encoder.encode_chat(chat)
