@@ -20,7 +20,7 @@ from rollouts.training.metrics import append_jsonl
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("outputs")
+    folder = tmp_path_factory.mktemp("runs") / "outputs"
     write_page_run(folder / "a", num_steps=3)
     write_page_run(folder / "b" / "rl", num_steps=5)
     write_page_run(folder.parent / "elsewhere", num_steps=3)
