@@ -43,7 +43,7 @@ def test_stopping_server_finishes_running_requests(run: Runner) -> None:
         async with AsyncOpenAI(base_url=f"{root}/v1", api_key="none", http_client=http) as client:
             running = asyncio.create_task(
                 client.completions.create(
-                    model="tiny-qwen3", prompt="ab", max_tokens=400, extra_body={"ignore_eos": True}
+                    model="tiny-qwen3", prompt="ab", max_tokens=2000, extra_body={"ignore_eos": True}
                 )
             )
             while "prime_rl_requests_running 1" not in await asyncio.to_thread(get, f"{root}/metrics"):
@@ -51,7 +51,7 @@ def test_stopping_server_finishes_running_requests(run: Runner) -> None:
             server.process.send_signal(signal.SIGTERM)
             return await running
 
-    assert asyncio.run(use()).usage.completion_tokens == 400
+    assert asyncio.run(use()).usage.completion_tokens == 2000
     assert server.wait() == 128 + signal.SIGTERM
 
 
