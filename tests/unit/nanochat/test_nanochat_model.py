@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from scripts.tiny_bootstrap import TinyBootstrapConfig, bootstrap, look_for_equals
 
+from nanochat import common
 from nanochat.chat_client import ChatClient
 from nanochat.checkpoint_manager import DIGEST_KEY, find_checkpoint, load_model, save_checkpoint
 from nanochat.common import open_ranks, resolve_device
@@ -407,6 +408,7 @@ def test_device_names_are_resolved() -> None:
 
 
 def test_another_backend_of_collectives_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    common._warn_once.cache_clear()
     for backend in (None, "gloo", "nccl"):
         with open_ranks("cpu", backend) as ranks:
             assert ranks.size == 1
