@@ -340,10 +340,14 @@ def test_a_group_that_ends_as_it_becomes_stale_restarts() -> None:
             await manager.generate_batch()
             await manager.wait_until_idle()
             assert not manager.groups.num_ready and manager.restarts == {"stale": 1}
+            state = json.loads(json.dumps(manager.state_dict()))
             manager.release(1)
             batch = await manager.generate_batch()
             assert batch.group_indices == [1] and batch.samples[0].versions == [(0, 1)]
         manager.tokens.check(manager.ready_samples)
+        manager.restarts.clear()
+        manager.load_state_dict(state)
+        assert manager.restarts == {"stale": 1}, "a resumed run continues the count"
 
     anyio.run(main)
 

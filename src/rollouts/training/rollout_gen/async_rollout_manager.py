@@ -265,6 +265,7 @@ class AsyncRolloutManager:
             "step_count": self.step_count,
             "unreleased": [o.to_list() for batch in self._unreleased for o in batch.outcomes],
             "tokens": tokens,
+            "restarts": dict(self.restarts),
             **self.groups.state_dict(keep_ready=keep_ready),
         }
 
@@ -284,6 +285,7 @@ class AsyncRolloutManager:
         self.step_count = self.version = state["step_count"]
         self.groups.load_state_dict(state)
         self.tokens.load_state_dict(state.get("tokens"), self.ready_samples)
+        self.restarts = Counter(state.get("restarts", {}))  # not in states of earlier versions
         self._unreleased.clear()
         self._num_restarts.clear()
         self._error, self._abort_requested = None, False
