@@ -212,7 +212,8 @@ class WeightRelay:
                 "interrupted attempt (restart it with --resume) or fake data (leave out data.fake)"
             )
         if waited > self._timeout_s:
-            raise TimeoutError(f"waited {waited:.0f} s for {expected}: the trainer is stuck or not running")
+            problem = "the trainer is stuck or not running; if its steps take longer, raise weights_timeout"
+            raise TimeoutError(f"waited {waited:.0f} s for {expected}: {problem}")
         if waited >= LOG_INTERVAL_S:
             logger.warning(f"Waiting for the trainer ({waited:.0f} s): {expected}")
 

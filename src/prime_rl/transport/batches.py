@@ -16,6 +16,8 @@ from rollouts.training.types import Sample
 SCHEMA = 3
 BATCH_FILE = "batch.msgpack"
 RECEIVED = "RECEIVED"
+LATE = "if it is still generating, raise data.timeout_s"
+"""Cure of a batch that does not arrive in time."""
 
 
 class _Envelope(msgspec.Struct):
@@ -120,7 +122,7 @@ class FilesystemBatchReceiver:
             lambda: read_batch(path),
             self.root,
             timeout_s=timeout_s,
-            what=f"the batch of step {step} from the orchestrator",
+            what=f"the batch of step {step} from the orchestrator; {LATE}",
         )
         batch_step, samples = decode_batch(data)
         if batch_step != step:

@@ -22,6 +22,7 @@ from loguru import logger
 
 from prime_rl.runtime.machine import find_listen_address
 from prime_rl.transport.batches import (
+    LATE,
     RECEIVED,
     SCHEMA,
     FilesystemBatchSender,
@@ -174,7 +175,7 @@ class ZmqBatchReceiver:
                     self._try_send(_Request(SCHEMA, got=step))
                     return samples
         raise TimeoutError(
-            f"waited {timeout_s:g} s for the batch of step {step} from the orchestrator ({self.address})"
+            f"waited {timeout_s:g} s for the batch of step {step} from the orchestrator; {LATE} ({self.address})"
         )
 
     def close(self) -> None:

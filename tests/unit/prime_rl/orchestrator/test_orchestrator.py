@@ -418,7 +418,7 @@ def test_silent_trainer_times_out(
     monkeypatch.setattr("prime_rl.orchestrator.weight_relay.LOG_INTERVAL_S", 0.05)
     with pytest.raises(BaseExceptionGroup) as caught:
         run(make_config(engine, tmp_path, weights_timeout=0.3), environments)
-    assert "the trainer is stuck or not running" in str(find_leaf(caught.value))
+    assert str(find_leaf(caught.value)).endswith("not running; if its steps take longer, raise weights_timeout")
 
 
 def test_overlong_samples_are_dropped_and_counted(
