@@ -99,6 +99,9 @@ def test_a_license_is_no_data(tmp_path: Path) -> None:
     (tmp_path / "LICENSE.txt").write_text("text")
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert load_rows(str(tmp_path)) == ROWS
+    (tmp_path / "data").mkdir()
+    (tmp_path / "train.csv").rename(tmp_path / "data/train-0.csv")
+    assert load_rows(str(tmp_path)) == ROWS
 
 
 def test_folders_of_save_to_disk(tmp_path: Path) -> None:

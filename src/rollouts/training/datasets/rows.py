@@ -93,7 +93,8 @@ def find_files(name: str, split: str = "train", subset: str | None = None) -> li
 def _files_of_split(path: Path, split: str) -> list[Path]:
     if (path / split).is_dir():
         return _data_files(path / split)
-    files = _data_files(path) or _data_files(path / "data")
+    folders = _data_files(path), _data_files(path / "data")
+    files = next((files for files in folders if any(file.suffix != ".txt" for file in files)), folders[0] or folders[1])
     chosen = [file for file in files if file.stem == split or file.stem.startswith(f"{split}-")]
     if split != "train":
         return chosen
