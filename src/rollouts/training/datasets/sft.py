@@ -28,8 +28,8 @@ from rollouts.training.types import Message, Sample, Status
 ASSISTANT = "assistant"
 END_OF_REASONING = "</think>"
 """Ends reasoning that is part of the content."""
-NAMES_REASONING = re.compile(r"""[.'"]reasoning\b""")
-"""Matches chat templates that read the key `reasoning` of messages."""
+OTHER_REASONING = ("reasoning", "thinking")
+"""Names of reasoning beside `reasoning_content`: those of vLLM and OpenRouter, and of gpt-oss and Ollama."""
 
 
 class UnlearnableTextError(ValueError):
@@ -498,13 +498,14 @@ def _messages(value: Any, role: str, column: str, index: int, template: str = ""
 
 
 def name_reasoning(message: Message, template: str) -> Message:
-    """A copy of a message whose `reasoning`, as vLLM and OpenRouter name it, has the name that templates read.
+    """A copy of a message whose reasoning is `reasoning_content`, unless the template reads its other name.
 
     Content with reasoning of its own stays as it is: templates would write both.
     """
     message = dict(message)
-    reasoning = message.get("reasoning")
-    has_own = bool(message.get("reasoning_content")) or END_OF_REASONING in str(message.get("content"))
-    if reasoning and isinstance(reasoning, str) and not has_own and NAMES_REASONING.search(template) is None:
-        message["reasoning_content"] = message.pop("reasoning")
+    for name in OTHER_REASONING:
+        reasoning = message.get(name)
+        has_own = bool(message.get("reasoning_content")) or END_OF_REASONING in str(message.get("content"))
+        if reasoning and isinstance(reasoning, str) and not has_own and not re.search(rf"[.'\"]{name}\b", template):
+            message["reasoning_content"] = message.pop(name)
     return message

@@ -273,6 +273,7 @@ def test_reasoning_that_the_template_drops_is_refused(tmp_path: Path, tokenizer:
         ({"content": "ba", "reasoning_content": "hm"}, "reasoning_content"),
         ({"content": "", "reasoning_content": "hm"}, "reasoning_content"),
         ({"content": "ba", "reasoning": "hm"}, "reasoning_content"),
+        ({"content": "ba", "thinking": "hm"}, "reasoning_content"),
         ({"content": "<think>hm</think>ba"}, "content"),
         ({"content": "4 + 4", "reasoning_content": "4"}, "reasoning_content"),
         ({"content": "<think>ba</think>ba"}, "content"),
@@ -287,9 +288,13 @@ def test_reasoning_that_the_template_drops_is_refused(tmp_path: Path, tokenizer:
     assert trained_text(tokenize([row], tokenizer)[0], tokenizer) == ["<think>ba</think>ba<|im_end|>"]
     row["messages"][1]["weight"] = 0
     assert tokenize([{"messages": [*row["messages"], QUESTION, ANSWER]}], dropping), "of turns without loss it may"
-    row = {"messages": [QUESTION, ANSWER | {"reasoning": "hm"}]}
-    [sample] = tokenize([row], build_llama3(tmp_path / "llama"))
-    assert trained_text(sample, load_tokenizer(str(tmp_path / "llama"))) == ["<think>hm</think>ba<|eot_id|>"]
+    llama = build_llama3(tmp_path / "llama")
+    for name in ("reasoning", "thinking"):
+        [sample] = tokenize([{"messages": [QUESTION, ANSWER | {name: "hm"}]}], llama)
+        assert trained_text(sample, llama) == ["<think>hm</think>ba<|eot_id|>"]
+    llama.chat_template = llama.chat_template.replace("reasoning_content", "thinking")
+    [sample] = tokenize([{"messages": [QUESTION, ANSWER | {"thinking": "hm"}]}], llama)
+    assert trained_text(sample, llama) == ["<think>hm</think>ba<|eot_id|>"], "as that of gpt-oss"
 
 
 def test_text_that_the_template_drops_beside_calls_is_refused(tokenizer: Any) -> None:
