@@ -327,7 +327,9 @@ def render_turns(conversation: Conversation, chat: TemplateRenderer, index: int 
 
 def is_empty_turn(message: Message) -> bool:
     """Whether an assistant message has no text other than white space, which templates may strip, and no tool call."""
-    texts = (message.get(key) for key in ("content", "reasoning_content"))
+    content = message.get("content")
+    parts = [*(content if isinstance(content, list) else [content]), message.get("reasoning_content")]
+    texts = (part.get("text", part) if isinstance(part, Mapping) else part for part in parts)
     has_text = any(text.strip() if isinstance(text, str) else text for text in texts)
     return message.get("role") == ASSISTANT and not (has_text or message.get("tool_calls"))
 

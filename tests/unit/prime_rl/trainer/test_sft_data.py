@@ -237,8 +237,9 @@ def test_turns_of_weight_zero_have_no_loss(tokenizer: Any) -> None:
 def test_a_turn_with_other_keys_only_is_empty(tokenizer: Any) -> None:
     stats, noted = TokenizationStats(), ANSWER | {"content": "", "id": "m1", "refusal": "no"}
     assert tokenize([{"messages": [QUESTION, noted]}], tokenizer, stats) == [] and stats.empty_turns == 1
-    blank = ANSWER | {"content": " \n", "reasoning_content": "\n"}
-    assert tokenize([{"messages": [QUESTION, blank]}], tokenizer, stats) == [] and stats.empty_turns == 2
+    for number, content in enumerate((" \n", [{"type": "text", "text": " \n"}]), start=2):
+        blank = ANSWER | {"content": content, "reasoning_content": "\n"}
+        assert tokenize([{"messages": [QUESTION, blank]}], tokenizer, stats) == [] and stats.empty_turns == number
 
 
 def test_split_turns_supports_rewriting_templates(tokenizer: Any) -> None:
