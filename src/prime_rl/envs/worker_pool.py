@@ -268,9 +268,12 @@ class EnvironmentWorkers:
         try:
             worker = self._start()
         except OSError as error:  # such as a limit of processes
-            self._losses_in_row += 1
             self._last_loss = f"a new worker did not start: {error}"
             logger.warning(f"environment {self.name}: {self._last_loss}")
+            if self._workers:  # they go on
+                await asyncio.sleep(LONGEST_PAUSE_S)
+            else:
+                self._losses_in_row += 1
             self._spawn(self._replace())
             return
         self._workers.append(worker)

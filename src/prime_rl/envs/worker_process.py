@@ -80,15 +80,20 @@ class WorkerProcess:
             shared.truncate(mmap.PAGESIZE)
             self.heartbeat = Heartbeat(shared.fileno())
             fds = [work.fileno(), control.fileno(), shared.fileno()]
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "prime_rl.envs.worker", *map(str, fds), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=out_file,
-                stderr=err_file,
-                env={**os.environ, "PYTHONPATH": paths, TOKEN_VARIABLE: add_token(self._token)},
-                pass_fds=fds,
-                start_new_session=True,
-            )
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "prime_rl.envs.worker", *map(str, fds), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out_file,
+                    stderr=err_file,
+                    env={**os.environ, "PYTHONPATH": paths, TOKEN_VARIABLE: add_token(self._token)},
+                    pass_fds=fds,
+                    start_new_session=True,
+                )
+            except OSError:
+                os.close(stdout)
+                os.close(stderr)
+                raise
         self.outputs = [copy_redacted(stdout, os.dup(1)), copy_redacted(stderr, os.dup(2))]
         with suppress(OSError):  # it exited already, which `wait_loaded` reports
             agent, python_path = (config.command, config.num_workers), os.environ.get("PYTHONPATH")

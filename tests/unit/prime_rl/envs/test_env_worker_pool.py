@@ -336,6 +336,29 @@ def test_a_worker_that_cannot_start_is_started_again(
         assert error.group_contains(EnvironmentCrashLoop, match="a new worker did not start: .* unavailable")
 
 
+def test_workers_go_on_while_a_lost_one_cannot_start(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "MAX_LOSSES_IN_ROW", 2)
+    monkeypatch.setattr(worker_pool, "LONGEST_PAUSE_S", 0.001)
+    starts = list[Any]()
+
+    def fail(*args: Any, **options: Any) -> Any:
+        starts.append(args)
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def wait() -> None:
+        while len(starts) < 20:
+            await anyio.sleep(0.001)
+
+    with pool("once-kill fine", tmp_path, num_workers=2) as environment:
+        monkeypatch.setattr(worker_process.subprocess, "Popen", fail)
+        opened = len(os.listdir("/proc/self/fd"))
+        [[rollout], _] = run(environment, engine, n=1, meanwhile=wait).values()
+        assert rollout.reward is not None and environment.losses == 1
+        assert len(os.listdir("/proc/self/fd")) < opened + 20, "without the pipes of workers that did not start"
+
+
 def test_cancelling_a_group_reaches_the_engine(tmp_path: Path) -> None:
     requested, gone = [], []
 
