@@ -102,6 +102,8 @@ def test_a_license_is_no_data(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "train.csv").rename(tmp_path / "data/train-0.csv")
     assert load_rows(str(tmp_path)) == ROWS
+    (tmp_path / "train.txt").write_text("text")
+    assert load_rows(str(tmp_path)) == [{"text": "text"}], "named as the split"
 
 
 def test_folders_of_save_to_disk(tmp_path: Path) -> None:

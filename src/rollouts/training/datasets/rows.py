@@ -94,15 +94,20 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
     if (path / split).is_dir():
         return _data_files(path / split)
     folders = _data_files(path), _data_files(path / "data")
-    files = next((files for files in folders if any(file.suffix != ".txt" for file in files)), folders[0] or folders[1])
+    named = (files for files in folders if any(file.suffix != ".txt" or split in _words(file) for file in files))
+    files = next(named, folders[0] or folders[1])  # a license is text, too
     chosen = [file for file in files if file.stem == split or file.stem.startswith(f"{split}-")]
     if split != "train":
         return chosen
-    words = {file: set(re.split(r"[-_.]", file.stem.lower())) for file in files}
+    words = {file: _words(file) for file in files}
     others = [file for file in files if _is_synthesized(file) or not words[file] & OTHER_SPLITS]
     if any(map(_is_synthesized, files)):
         return others
     return chosen or [file for file in files if split in words[file]] or others
+
+
+def _words(file: Path) -> set[str]:
+    return set(re.split(r"[-_.]", file.stem.lower()))
 
 
 def _is_synthesized(file: Path) -> bool:
