@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
+from prime_rl.configuration.merge import TRUE_WORDS
 from prime_rl.configuration.schema import FieldSchema, child, default_of, fields_of, section_schema
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
@@ -313,7 +314,7 @@ def _derive_advantage(tables: ConfigTables) -> None:
     for env in find_envs(tables).values():
         if isinstance(env.get("advantage"), dict) and (has_critic or "type" not in (env.get("loss") or {})):
             _fill_advantage(env, env_choice)
-    is_unverified = str(tables.get("orchestrator.buffer.skip_verification")).lower() == "true"
+    is_unverified = str(tables.get("orchestrator.buffer.skip_verification")).lower() in TRUE_WORDS
     if choice.drop_equal and not is_unverified:  # without rewards all groups are equal
         settings["buffer.filters"] = [{"name": "zero_variance"}]
     if choice.overlong and (unshaped := _find_unshaped_advantage(tables)):

@@ -286,6 +286,7 @@ class ServerPool:
             self._last_load[i] = (health.version, version)
             answer = await (self._load_published(engine, version, attempts) if version else engine.reload_weights())
             self._foreign.discard(i)
+            self._last_load.pop(i, None)
         if health.is_paused:
             logger.warning(f"{engine} was paused, as after a log-prob mismatch in an earlier run: resuming it")
             await engine.post("/resume")
@@ -333,7 +334,7 @@ class ServerPool:
             return
         limit = self._ready_timeout_s
         if anyio.current_time() - since > limit:
-            raise TimeoutError(f"{self.engines[i]} has not responded for {limit:g} s ({problem}): see its log")
+            raise TimeoutError(f"{self.engines[i]} has not recovered for {limit:g} s ({problem}): see its log")
 
 
 def build_servers(

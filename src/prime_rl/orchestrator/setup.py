@@ -107,7 +107,7 @@ class Orchestrator:
         for name, servers in (("inference", self.servers), ("teacher_inference", self.ema_servers)):
             if servers is not None and servers.is_below_minimum:
                 i, since, problem = servers.decisive_loss
-                description = f"waits for {servers.engines[i]}, which does not respond ({problem})"
+                description = f"waits for {servers.engines[i]}, which failed ({problem})"
                 return WaitStatus(description, name, anyio.current_time() - since, queues)
         if num := rollouts.num_running:
             return WaitStatus(f"waits for inference: {num} groups in flight", "inference", None, queues)

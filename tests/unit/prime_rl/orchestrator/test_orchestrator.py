@@ -352,7 +352,7 @@ def test_lost_engine_ends_run_with_address(
 
     with trainer(tmp_path, 4, on_batch=leave), pytest.raises(BaseExceptionGroup) as error:
         run(config, environments)
-    assert re.search(r"http://127.* has not responded for 0.2 s \(gone\)", str(find_leaf(error.value)))
+    assert re.search(r"http://127.* has not recovered for 0.2 s \(gone\)", str(find_leaf(error.value)))
 
 
 def test_failing_engine_ends_run_with_reason(
